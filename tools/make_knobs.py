@@ -37,8 +37,8 @@ def _images(short: int, long: int) -> list[Any]:
 KNOBS = {
     "Batch": [
         Knob("1 image at a time, accumulated", ["MEMFIT.MICRO_BATCH", 1], ""),
-        Knob("4 images at a time", ["SOLVER.IMS_PER_BATCH", 4], "batch, or fewer steps behind one"),
-        Knob("8 images at a time", ["SOLVER.IMS_PER_BATCH", 8], "batch, or fewer steps behind one"),
+        Knob("4 images at a time", ["SOLVER.IMS_PER_BATCH", 4], "batch, or accumulation steps"),
+        Knob("8 images at a time", ["SOLVER.IMS_PER_BATCH", 8], "batch, or accumulation steps"),
         Knob("8 steps of accumulation", ["SOLVER.ACCUMULATION_STEPS", 8], "effective batch"),
     ],
     "Exact techniques": [

@@ -40,7 +40,7 @@ JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         (str(TRANSFORMERS / "configs" / "mask2former_r50.yaml"), *OF_TRANSFORMERS),
     ),
 )
-HEADER = ["job", "card", "GB, plain", "GB, planned", "time x", "or, with other rounding"]
+HEADER = ["job", "card", "GB, plain", "GB, planned", "time x", "time x, mixed precision"]
 
 
 def planned(card: str, config: str, *options: str) -> dict[str, Any]:

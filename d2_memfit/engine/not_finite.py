@@ -22,7 +22,7 @@ def likely_cause(
     data: Any,
     in_float32: Optional[Callable[[], Mapping[str, torch.Tensor]]],
 ) -> str:
-    """What to look at, after a micro-batch whose losses are not finite.
+    """The likely cause, for a micro-batch whose losses are not finite.
 
     Args:
         parameters: those of the model.
@@ -51,7 +51,7 @@ def likely_cause(
         )
     if not last and get_event_storage().iter > 0:  # just after a resume
         return (
-            "the data or the learning rate, because the weights are good and earlier losses are "
+            "the data or the learning rate, because the weights are finite and earlier losses are "
             "not known: look at these annotations, then lower SOLVER.BASE_LR"
         )
     return "the data, because weights and earlier losses are good: look at these annotations"

@@ -85,7 +85,7 @@ def _wants_a_plan(cfg: Union[CfgNode, DictConfig]) -> bool:
 
 
 def _on_each_rank(call: Callable[[], Any]) -> list[Any]:
-    """Collect the results of all ranks. An error on one is raised on all, so that none waits."""
+    """Collect the results of all ranks. An error on one rank is raised on all, so none waits."""
     result, error = None, None
     try:
         result = call()
@@ -103,7 +103,7 @@ def _on_each_rank(call: Callable[[], Any]) -> list[Any]:
 
 
 def _key_of(cfg: Union[CfgNode, DictConfig], job: Job) -> str:
-    """Hash of what a plan is for: the config before any measurement, and its largest images."""
+    """Hash of the config before any measurement, and of the largest images of the job."""
     if isinstance(cfg, DictConfig):
         config = re.sub(r" at 0x[0-9a-f]+", "", str(with_overrides(cfg, {"train.output_dir": ""})))
     else:
@@ -129,9 +129,9 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
     if text.startswith(_KEY + key):
         planned_gb = budget_in(text)
         if planned_gb <= budget_gb * _AS_MUCH:
-            logger.info("The plan is that of %s", path)
+            logger.info("The plan is read from %s", path)
             return text
-        logger.info("%.2f GB are free, and %s is for %.2f GB", budget_gb, path, planned_gb)
+        logger.info("%.2f GB are free, but %s is for %.2f GB", budget_gb, path, planned_gb)
     if not on_cpu and not segments_expand():
         logger.warning(
             "CUDA was started, or PYTORCH_CUDA_ALLOC_CONF set, without expandable segments, so the "

@@ -15,12 +15,12 @@ from .support import find_modules
 __all__: list[str] = []  # they are found by their names
 
 _BACKBONE = "backbone"
-# What has pretrained weights in Detectron2's FPN, in its ViTDet, and in models of transformers.
+# Parts with pretrained weights in Detectron2's FPN, in its ViTDet, and in models of transformers.
 _PRETRAINED = (
     *("backbone.bottom_up", "backbone.net"),
     *("backbone.backbone", "backbone.model", "pixel_level_module.encoder"),
 )
-# They read the weights of their layers, and call the layers never or not always.
+# They use the weights of their layers, but never or not always call the layers.
 _WITHOUT_CALLS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -125,7 +125,7 @@ def _pretrained_part(model: nn.Module, key: str) -> str:
 
 
 def _add_merged(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Add what the layer would be without adapters, on the CPU."""
+    """Add the weights of the layer without adapters, on the CPU."""
     with torch.no_grad():
         (adapter,) = module.active_adapters
         merged = module.base_layer.weight + module.get_delta_weight(adapter)
@@ -135,7 +135,7 @@ def _add_merged(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None
 
 
 def _take_plain(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take weights of a layer without adapters, unless there are those of one with them."""
+    """Use the weights of a layer without adapters, unless there are weights with adapters."""
     for name in ("weight", "bias"):
         value = state.pop(prefix + name, None)
         if value is not None:

@@ -204,7 +204,7 @@ class _Offload:
         self._coming = packed
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, packed: _HostCopy) -> None:
-        """Copy while the device computes, after what it computes already."""
+        """Copy while the device computes, after the work that it already has."""
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -212,7 +212,7 @@ class _Offload:
             packed.event = self._stream.record_event()
 
     def _wait_for(self, packed: _HostCopy) -> None:
-        """Let the device compute no further before a copy has ended."""
+        """Make the device wait for the end of a copy."""
         if packed.event is not None:
             torch.cuda.current_stream(self._device).wait_event(packed.event)
         if packed is self._coming:

@@ -199,7 +199,7 @@ def apply_techniques(part_name: str, part: Any, cfg: CfgNode, announce: bool = T
 
     Args:
         part_name: one of ``PARTS``.
-        announce: whether to log them; False for a trial that is not the user's job.
+        announce: whether to log them; False for a trial of a plan.
 
     Returns:
         The part to use.

@@ -22,9 +22,10 @@ __all__ = ["SharedDataset", "SharedList"]
 class SharedDataset(BooleanTechnique):
     """Serializes the dataset's dicts once per machine, into a file that all ranks map.
 
-    Saves all ranks' copies of the dataset but one, in training and evaluation. COCO's training
-    annotations take 0.5 GB, those of a large dataset tens of GB. Costs nothing: the file is removed
-    from its folder once all ranks have mapped it. Its pages stay in RAM while there is room.
+    Saves the copies of the dataset of all ranks but one, in training and evaluation. COCO's
+    training annotations take 0.5 GB, those of a large dataset tens of GB. Costs nothing: the file
+    is removed from its folder once all ranks have mapped it. Its pages stay in RAM while there is
+    room.
 
     Source: github.com/facebookresearch/detectron2/issues/4626 and d2go/issues/405. The loaders of
     ``job/checked_loader.py`` make a :class:`SharedList` if it is on.
@@ -61,7 +62,7 @@ class SharedList(Dataset[Any]):
         if errors:
             raise HostMemoryError(
                 f"MEMFIT.HOST.SHARED_DATASET: cannot write the dataset's dicts to a temporary file "
-                f"({errors[0]}). Let TMPDIR name a folder with more room, or set it False"
+                f"({errors[0]}). Set TMPDIR to a folder with more space, or set it False"
             )
         path, _, self._ends = written[comm.get_rank() - comm.get_local_rank()]
         self._bytes = np.memmap(path, dtype=np.uint8, mode="r")

@@ -103,7 +103,7 @@ def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
     assert "NVIDIA GeForce RTX 3060 Laptop GPU" in card.out
     main([*estimate, "--device", "cuda"])
     printed = capsys.readouterr().out
-    assert "Segments of the allocator: of PyTorch's default" in printed
+    assert "Segments of the allocator: PyTorch's default" in printed
     assert "--card 6GB" in printed.rsplit("\n\n", 1)[1]
     main([*estimate, "--device", "rtx_3060"])
     assert "--card rtx_3060" in capsys.readouterr().out.rsplit("\n\n", 1)[1]

@@ -238,4 +238,4 @@ def test_a_run_of_a_lazy_config_plans(folder, log):
     assert not planned.train.memfit.plan.enabled
     assert fit_config(planned) is planned
     assert fit_config(cfg) == planned
-    assert "The plan is that of" in log.text
+    assert "The plan is read from" in log.text

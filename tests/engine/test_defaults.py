@@ -343,7 +343,7 @@ def test_resuming_without_a_checkpoint_says_so_and_starts_afresh(cfg, log):
     trainer = FixedTrainer(cfg)
     trainer.resume_or_load(resume=True)
     assert trainer.start_iter == 0
-    assert f"no checkpoint in {cfg.OUTPUT_DIR} to resume: starting afresh" in log.text
+    assert f"no checkpoint in {cfg.OUTPUT_DIR} to resume: a new run starts" in log.text
 
 
 @pytest.mark.parametrize("num_bytes", [0, 100, -1000])

@@ -236,7 +236,7 @@ def check_all(folder, log):
         state = checkpoint["trainer"]
         state = state.get("_trainer", state)
         assert {"ema", "optimizer", "run"} <= set(state)
-    assert re.search(r"bbox/AP \d\.\d+ is the best, and in model_best\.pth", log)
+    assert re.search(r"bbox/AP \d\.\d+ is the best so far: model_best\.pth", log)
     assert "Effective batch: SOLVER.IMS_PER_BATCH 2 x SOLVER.ACCUMULATION_STEPS 2" in log
 
 
@@ -304,7 +304,7 @@ def end_early(rank, way, folder, coins, kind):
 
 ENDED = re.compile("RuntimeError ended|SIGTERM: ending")
 ENDINGS = {
-    "signal": (143, ["SIGTERM: ending after iteration 1. --resume goes on from there"]),
+    "signal": (143, ["SIGTERM: ending after iteration 1. --resume continues from there"]),
     "error": (1, ["RuntimeError ended the run in iteration 1. The state after iteration 0 is in "]),
 }
 

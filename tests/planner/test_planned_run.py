@@ -45,7 +45,7 @@ def test_a_plan_is_written_down_and_taken_again_when_a_run_is_resumed(cfg, tmp_p
     assert "Budget: " in log.text
     log.clear()
     assert fit_config(cfg) == planned
-    assert f"The plan is that of {file}" in log.text
+    assert f"The plan is read from {file}" in log.text
     other = cfg.clone()
     other.defrost()
     other.SOLVER.IMS_PER_BATCH = 2
@@ -86,7 +86,7 @@ def test_what_is_free_is_planned_for_and_a_plan_for_more_is_not_taken_again(cfg,
     assert fit_config(cfg).MEMFIT.BUDGET_GB == 8
     free[0] = 5
     assert fit_config(cfg).MEMFIT.BUDGET_GB == 5
-    assert "5.00 GB are free, and " in log.text
+    assert "5.00 GB are free, but " in log.text
     free[0] = 9
     assert fit_config(cfg).MEMFIT.BUDGET_GB == 5
 

@@ -28,8 +28,8 @@ def test_a_job_trains_in_a_tight_budget_and_cannot_in_one_that_is_refused(tmp_pa
     assert tight["fits"]
     assert tight["is_tight"]
     assert tight["least_budget_gb"] <= tight["budget_gb"] < tight["smallest_budget_gb"]
-    free = f"{tight['margin']:.0%} is left free"
-    assert f"is tight: the job may run, and less than {free}" in tight["text"]
+    free = f"{tight['margin']:.0%} headroom"
+    assert f"is tight: the job may run, but with less than {free}" in tight["text"]
     assert run("train", tmp_path, TIGHT_MB).returncode == 0
     assert (tmp_path / "model_final.pth").is_file()
 

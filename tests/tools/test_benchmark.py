@@ -42,7 +42,7 @@ def test_gradients(others):
 def test_recovery():
     table = benchmark("recovery", "--size", 64, 96, "--rounds", 1)
     assert float(table["split, 1 image"][1]) > 0
-    assert float(table["the same after a failure, less the forward thrown away"][1]) > 0
+    assert float(table["the same after a failure, less the discarded forward"][1]) > 0
 
 
 FEW = [

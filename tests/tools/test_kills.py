@@ -134,7 +134,7 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(coins, tmp_path, keys)
     wait_for_end(process)  # of its workers
     assert (tmp_path / "resumed" / "last_checkpoint").read_text() == "model_0000005.pth"
     finish(start(resumed, log), log)
-    assert "The data go on where they were" in log.read_text()
+    assert "The data continue where they were" in log.read_text()
     check_same(tmp_path, "MEMFIT.EMA_DECAY" in keys)
 
 
@@ -196,7 +196,7 @@ def test_torchrun_restarts_killed_ranks_and_the_run_ends_with_the_same_weights(c
         wait_for_checkpoint(checkpoint, tmp_path / "elastic", torchrun, log)
         ranks_of(torchrun)[victim].kill()
     finish(torchrun, log)
-    assert log.read_text().count("The data go on where they were") >= 2
+    assert log.read_text().count("The data continue where they were") >= 2
     expected, actual = (final_weights(tmp_path / name) for name in ("straight", "elastic"))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 

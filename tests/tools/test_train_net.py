@@ -355,7 +355,7 @@ def test_bad_input_is_one_line_and_leaves_the_output_alone(
 def test_resuming_where_there_is_nothing_starts_afresh(arguments, tmp_path, capsys):
     assert call(capsys, "--resume", *arguments, "DATASETS.TEST", "()")[0] == 0
     log = (tmp_path / "output" / "log.txt").read_text()
-    assert "to resume: starting afresh" in log
+    assert "to resume: a new run starts" in log
     assert "Starting training from iteration 0" in log
 
 

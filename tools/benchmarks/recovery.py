@@ -71,7 +71,7 @@ def one_rank(images: list[dict[str, Any]], rounds: int) -> str:
         row("raise, 1 image", plain.seconds, plain.seconds),
         row("split, 1 image", split.seconds, plain.seconds),
         row("split, 1 + 1 images", halves.seconds, halves.seconds),
-        row("the same after a failure, less the forward thrown away", without, halves.seconds),
+        row("the same after a failure, less the discarded forward", without, halves.seconds),
     ]
     return markdown_table(["one rank", "s per iteration (median)", "ratio of medians"], rows)
 

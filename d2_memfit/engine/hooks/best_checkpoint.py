@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The best checkpoint by a result of the evaluations, and the end of a run that gets no better."""
+"""The best checkpoint by a result of the evaluations, and early stopping."""
 
 import logging
 from typing import Any
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class BestCheckpoint(BestCheckpointer):
-    """Saves ``model_best.pth`` after the best evaluation, and ends the run after too many others.
+    """Saves ``model_best.pth`` after the best evaluation, and ends a run that gets no better.
 
     It is Detectron2's ``BestCheckpointer`` with a state, so that a resumed run knows its best. An
-    evaluation comes after the checkpoint of its iteration: a run resumed there begins with it.
+    evaluation comes after the checkpoint of its iteration: a run resumed there starts with it.
     It must be on all ranks, after the hook that evaluates. The keys are those of MEMFIT.BEST.
     """
 
@@ -54,7 +54,7 @@ class BestCheckpoint(BestCheckpointer):
         if is_better and self._update_best(value, iteration):  # False if it is not finite
             self._evaluations_since = 0
             self._save(self._file_prefix)
-            logger.info("%s %.4f is the best, and in model_best.pth", self._val_metric, value)
+            logger.info("%s %.4f is the best so far: model_best.pth", self._val_metric, value)
             return
         # Counted by iterations: a checkpoint of the same one is saved before the evaluation.
         best_iter = -1 if self.best_iter is None else self.best_iter
@@ -63,11 +63,11 @@ class BestCheckpoint(BestCheckpointer):
 
     def _best_so_far(self) -> str:
         if self.best_metric is None:
-            return "There is no best yet"
+            return "There is no best result yet"
         return f"The best is {self.best_metric:.4f}, after iteration {self.best_iter}"
 
     def _save(self, name: str) -> None:
-        """Save the state after the last iteration, which after training is another."""
+        """Save the state after the last iteration. After training, ``iter`` is one more."""
         last = min(self.trainer.iter, self.trainer.max_iter - 1)
         if comm.is_main_process():
             with compat.at_iteration(self.trainer, last):

@@ -40,12 +40,12 @@ class LeakDetector(MemoryHook):
     """Warns once for each kind of memory whose use after iterations grows steadily.
 
     It measures GPU tensors, host memory, small Python objects (which have their own allocator) and
-    the loader's workers. What is bounded does not count: it limits oneDNN's caches, which fill for
-    hundreds of iterations, and garbage in cycles is collected before a warning.
+    the loader's workers. Bounded growth is not reported: the hook limits oneDNN's caches, which
+    fill for hundreds of iterations, and collects garbage in cycles before a warning.
 
     The warning gives the growth per 1000 iterations, the shapes of the new tensors, and the modules
-    or hooks that hold them. Memory that Python cannot see counts in the growth, but not among the
-    tensors: the graph behind a kept loss, for example.
+    or hooks that hold them. Memory that Python cannot see, such as the graph of a kept loss, is
+    part of the growth, but not listed among the tensors.
 
     Make it before the number of threads is set and the first convolution runs, and register it on
     each rank to watch.
@@ -116,8 +116,8 @@ class LeakDetector(MemoryHook):
         self._said.update(growing)
         if "workers" in growing:
             logger.warning(
-                "The memory of the data loader's workers grows by %.1f MB per 1000 iterations, and "
-                "has for the last %d. Look at what the dataset and its mapper keep",
+                "The memory of the data loader's workers grows by %.1f MB per 1000 iterations, "
+                "over the last %d iterations. Look at what the dataset and its mapper keep",
                 growing.pop("workers") * 1000 / MB,
                 self._window,
             )
@@ -126,8 +126,8 @@ class LeakDetector(MemoryHook):
             assert self._census is not None
             new = self._census.newcomers()
             logger.warning(
-                "Memory in use grows by %.1f MB per 1000 iterations, and has for the last %d%s. "
-                "New tensors: %s. They are held by: %s",
+                "Memory in use grows by %.1f MB per 1000 iterations, over the last %d "
+                "iterations%s. New tensors: %s. They are held by: %s",
                 sum(growing.values()) * 1000 / MB,
                 self._window,
                 f"; Python objects by {objects:.0f} per iteration" if objects else "",
@@ -136,8 +136,8 @@ class LeakDetector(MemoryHook):
             )
         elif objects:
             logger.warning(
-                "Python objects grow by %.0f per iteration, and have for the last %d. Look at what "
-                "the hooks and the loader keep",
+                "Python objects grow by %.0f per iteration, over the last %d iterations. Look at "
+                "what the hooks and the loader keep",
                 objects,
                 self._window,
             )

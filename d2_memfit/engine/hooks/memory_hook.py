@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The base of hooks that look at memory."""
+"""The base class of hooks that observe memory."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A hook that writes to a file which owners hold the memory at one moment."""
+"""A hook that writes the owners of the memory at one moment to a file."""
 
 import json
 import logging
@@ -121,4 +121,4 @@ class MemorySnapshot(MemoryHook):
             json.dump(snapshot, f, indent=1)
         if self._device.type == "cuda":
             dump_memory_snapshot(f"{path}.pickle")
-        logger.info("Who has the memory is in %s.json", path)
+        logger.info("The owners of the memory are in %s.json", path)

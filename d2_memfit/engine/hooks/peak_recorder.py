@@ -37,16 +37,16 @@ __all__ = ["PeakRecorder", "settings_of"]
 
 logger = logging.getLogger(__name__)
 
-_FEWEST = 3  # iterations after which optimizer states and kernels are there
+_FEWEST = 3  # iterations after which optimizer states and kernels exist
 
 
 class PeakRecorder(MemoryHook):
     """Records the peaks of training, when it ends, with the micro-batch that had them.
 
-    OUTPUT_DIR/memfit_peaks.json has them, and the folder of records in the user's cache. Runs of
-    fewer than 3 iterations are not recorded. Evaluations do not count.
+    They are written to OUTPUT_DIR/memfit_peaks.json and to the folder of records in the user's
+    cache. Runs of fewer than 3 iterations are not recorded. Evaluations are not included.
 
-    Register it on the main process, before hooks that evaluate. Nothing that is trained changes: it
+    Register it on the main process, before hooks that evaluate. It does not affect training: it
     reads counters of the device after each step, and sizes of images in each forward.
     """
 

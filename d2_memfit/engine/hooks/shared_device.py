@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Hooks that keep to a budget, and make room when other processes take memory of the device."""
+"""Hooks that enforce a budget, and make room when other processes take device memory."""
 
 import logging
 import math
@@ -19,15 +19,15 @@ logger = logging.getLogger(__name__)
 _PERIOD = 5  # iterations between looks at the device
 _BUDGET_PERIOD = 100
 _FIRST_ITERATIONS = 10  # these load kernels, cuBLAS handles and NCCL buffers
-_MARGIN = 1.1  # of what a micro-batch has needed
+_MARGIN = 1.1  # times the memory that a micro-batch has needed
 _NOTICEABLE_BYTES = 2**27  # taken by others
 
 
 class EnforceBudget(MemoryHook):
     """Lowers the limit of a GPU's allocator as memory outside it grows.
 
-    The limit set at the start cannot include what is loaded at first use. This memory is measured
-    after each forward and step of the first 10 iterations, then every 100 iterations.
+    The limit set at the start cannot include kernels and buffers that are loaded at first use. This
+    memory is measured after each forward and step of the first 10 iterations, then every 100.
 
     Args:
         budget_gb, device: as for :func:`~d2_memfit.memory.enforce_budget`.
@@ -55,7 +55,7 @@ class MakeRoom(MemoryHook):
     iterations, the hook adds the device's free memory and that of this process. It compares the sum
     with the most that micro-batches of this size have taken. The driver's counter is read, so
     nothing waits for the device. The micro-batch grows back as after an out-of-memory error, after
-    MEMFIT.OOM.GROW_AFTER iterations. On the CPU it is the RAM, with the limits of cgroups.
+    MEMFIT.OOM.GROW_AFTER iterations. On the CPU, the memory is RAM, within the limits of cgroups.
 
     Register it on each rank. It needs an ``AccumulatingTrainer`` with recovery.
     """
@@ -103,7 +103,7 @@ class MakeRoom(MemoryHook):
             return
         logger.warning(
             "Iteration %d: other processes have taken %.2f GB of the device %s and left %.2f GB, "
-            "and %.2f GB were needed. The micro-batch is halved before it fails",
+            "but micro-batches need %.2f GB. The micro-batch is halved before it fails",
             self.trainer.iter,
             taken / GB,
             self._device,

@@ -37,10 +37,10 @@ class MemfitCheckpointer(DetectionCheckpointer):
     """A ``DetectionCheckpointer`` that neither loses a checkpoint nor loads a damaged one.
 
     A file replaces an older one only when it is completely on disk. A failed save is logged and the
-    run continues, unless it is the last, ``*_final``. Files are verified before they are loaded.
-    :meth:`resume_or_load` takes the newest good checkpoint. A run that does not resume moves an
+    run continues, unless it is the last save, ``*_final``. Files are verified before loading.
+    :meth:`resume_or_load` uses the newest good checkpoint. A run that does not resume moves an
     earlier run's checkpoints aside before its first save. If an average of the weights is kept, it
-    is what a checkpoint has as "model".
+    is "model" in checkpoints.
 
     Raises:
         CheckpointError: a file cannot be loaded, whatever its format, or the last save failed.
@@ -70,7 +70,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
             if name.endswith("_final"):  # PeriodicCheckpointer's, after the last iteration
                 raise
             last = self.get_checkpoint_file() or "none"
-            logger.error("%s. Training goes on; the last checkpoint is %s", e, last)
+            logger.error("%s. Training continues; the last checkpoint is %s", e, last)
 
     def save_or_raise(self, name: str, **kwargs: Any) -> None:
         """Save a checkpoint like :meth:`save`; raise :class:`CheckpointError` on any failure."""
@@ -89,7 +89,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         self._resumed_file = ""
 
     def end_run(self) -> None:
-        """Free the folder for another process. The end of this one does that too."""
+        """Free the folder for another process. This also happens when this process ends."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
@@ -109,7 +109,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
             return
         if is_local(self.save_dir) and not (self._lock and os.path.isdir(self.save_dir)):
             if self._lock:
-                logger.error("The folder %s was removed, and is made again", self.save_dir)
+                logger.error("The folder %s was removed, and is created again", self.save_dir)
             os.makedirs(self.save_dir, exist_ok=True)
             self._lock = FolderLock(self.save_dir)
             for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), LEFTOVERS)):
@@ -133,11 +133,11 @@ class MemfitCheckpointer(DetectionCheckpointer):
             if not self.path_manager.mv(file, os.path.join(folder, _name(file))):
                 raise CheckpointError(
                     f"cannot move {file}, of an earlier run, to {folder}: name another OUTPUT_DIR, "
-                    "or go on with that run by --resume"
+                    "or continue that run with --resume"
                 )
         logger.warning(
-            "%s has checkpoints of an earlier run, and this one starts afresh: %s are moved to %s. "
-            "To go on with an earlier run: --resume",
+            "%s has checkpoints of an earlier run, but this is a new one: %s are moved to %s. "
+            "To continue the earlier run: --resume",
             self.save_dir,
             ", ".join(map(_name, files)),
             folder,
@@ -154,7 +154,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
             self._is_resumed = True
         else:
             logger.warning(
-                "There is no checkpoint in %s to resume: starting afresh, from the weights %r",
+                "There is no checkpoint in %s to resume: a new run starts from the weights %r",
                 self.save_dir,
                 path,
             )
@@ -173,7 +173,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         """Verify the file that :meth:`resume_or_load` would load, before anything is written.
 
         Only local files in PyTorch's format are read. Other local files must exist. A URL is
-        downloaded to the cache, where the ranks look for it.
+        downloaded to the cache, where the ranks find it.
         """
         if resume and self._newest_good()[0]:
             return
@@ -184,7 +184,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
             self._verified(path)
 
     def has(self, name: str, iteration: int) -> bool:
-        """Whether there is a checkpoint of this name, and it is that of this iteration."""
+        """Whether there is a checkpoint of this name and this iteration."""
         return self._iteration(os.path.join(self.save_dir, f"{name}.pth")) == iteration
 
     def has_checkpoint(self) -> bool:
@@ -236,10 +236,10 @@ class MemfitCheckpointer(DetectionCheckpointer):
             problems.append(f"{tag} is missing or damaged, or names a file that does not exist")
         elif 0 <= self._iteration(last) < self._iteration(files[0]):  # -1 if it is damaged
             if _time(tag) <= _time(files[0]):
-                problems.append(f"{tag} names {last}, and {files[0]} is of a later iteration")
+                problems.append(f"{tag} names {last}, and {files[0]} is from a later iteration")
                 last = ""
             else:  # by a person, who wants to go back
-                problems.append(f"{files[0]} is of a later iteration than {tag} names")
+                problems.append(f"{files[0]} is from a later iteration than {tag} names")
         for file in dict.fromkeys([*([last] if last else []), *files]):
             try:
                 checkpoint = self._verified(file)
@@ -359,7 +359,7 @@ def _read_lazily(filename: str) -> Any:
 
 
 def _own_weights(weights: Any, model: nn.Module, file: str) -> dict[str, torch.Tensor]:
-    """Weights by the model's names, wherever other programs keep them in a file.
+    """Weights by the model's names, from the places in a file that other programs use.
 
     Raises:
         CheckpointError: there are none, or some are NaN or infinite.
@@ -420,7 +420,7 @@ def _why_another_optimizers(optimizer: torch.optim.Optimizer, state: dict[str, A
     here = [len(group["params"]) for group in optimizer.param_groups]
     there = [len(group["params"]) for group in state["param_groups"]]
     if here != there:
-        return f"its optimizer has groups of {there} parameters, and that of this run of {here}"
+        return f"its optimizer has groups of {there} parameters, but this run's has {here}"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, p in zip(numbers, parameters):

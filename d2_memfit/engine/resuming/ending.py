@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Endings of a run: what a signal, an error or a dead process leaves, at whatever moment."""
+"""Endings of a run by a signal, an error or a dead process: the last completed step is saved."""
 
 import contextlib
 import itertools
@@ -54,7 +54,7 @@ class TrainingEnded(BaseException):
 
 @dataclass
 class Progress:
-    """How far an iteration is, for a checkpoint if the run ends in it."""
+    """The progress of an iteration, for a checkpoint if the run ends in it."""
 
     iteration: int
     put_back: Callable[[], None] = lambda: None  # restores the state before the iteration
@@ -64,10 +64,10 @@ class Progress:
 
 @contextmanager
 def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
-    """Around a trainer's ``train``: whatever ends it, the last completed step is saved.
+    """Around a trainer's ``train``: however it ends, the last completed step is saved.
 
-    This needs a :class:`SaveOnEnding` among the trainer's hooks. A loop of a project's own may call
-    no ``after_train`` after an error.
+    This needs a :class:`SaveOnEnding` among the trainer's hooks. A project's own loop may not call
+    ``after_train`` after an error.
 
     Raises:
         SystemExit: a signal has asked the run to end. The status is 128 + its number.
@@ -104,10 +104,10 @@ def checkpointers_of(
 
 
 def call_after_train(trainer: TrainerBase, hooks: Callable[[], None]) -> None:
-    """Call ``after_train`` of a trainer's hooks. A run that has failed is saved before.
+    """Call ``after_train`` of a trainer's hooks. If the run has failed, it is saved first.
 
-    Detectron2's ``EvalHook`` takes a run that fails in its last iteration for a finished one, and
-    would evaluate, while other ranks wait elsewhere. So hooks see an earlier iteration then.
+    If a run fails in its last iteration, Detectron2's ``EvalHook`` would evaluate as after a
+    finished run, while other ranks wait elsewhere. So hooks see an earlier iteration then.
 
     Args:
         hooks: calls them.
@@ -187,24 +187,24 @@ def _cause_of(error: BaseException, worker_was_killed: bool = False) -> BaseExce
 
 
 class SaveOnEnding(HookBase):
-    """Saves a checkpoint of the last completed step when a run ends early, whatever ends it.
+    """Saves a checkpoint of the last completed step when a run ends early, for whatever reason.
 
-    - SIGTERM, SIGINT, SIGUSR2 or SIGHUP to any rank: all ranks end after the iteration, be it the
-      last. Their status is that of a shell for the signal (128 + its number). They agree by the
-      vote at the end of each iteration. In an evaluation of an ``EvalHook`` they agree through the
-      process group's store, and leave before their next batch; a process without other ranks leaves
-      at once. If a rank has already finished its images, the evaluation runs to its end. A second
+    - SIGTERM, SIGINT, SIGUSR2 or SIGHUP to any rank: all ranks end after the iteration, even if it
+      is the last one. Their exit status is that of a shell (128 + the signal's number). They agree
+      in the vote at the end of each iteration. In an evaluation of an ``EvalHook`` they agree
+      through the process group's store, and end before their next batch; a single process ends at
+      once. If a rank has already finished its images, the evaluation runs to its end. A second
       SIGINT ends at once, without the rest of the iteration.
     - An error on any rank, such as one of the loader, or another rank's death: rank 0 saves alone.
-      Before that, it puts back what the unfinished iteration has changed. The error goes on. Its
-      traceback is only in the log's file.
+      Before that, it undoes the unfinished iteration. The error is raised again. Its traceback is
+      only in the log file.
 
     A step that the optimizer has not finished is never saved, and neither are weights that are not
     finite. One line says what is saved, or why it is not.
 
-    The random numbers that an evaluation draws are its own: training goes on with those that it
-    would have drawn without it, also in a run that was ended in an evaluation and is resumed. A run
-    whose last save failed saves again when it is resumed.
+    Random numbers of an evaluation do not affect training: it continues with the numbers that it
+    would have drawn without the evaluation, even if the run ended in the evaluation and is resumed.
+    If the last save of a run failed, it is repeated when the run is resumed.
 
     Register it on all ranks, after all other hooks, in a trainer that is an ``AccumulatingTrainer``
     or has one. Only the main thread of a process receives signals.
@@ -221,12 +221,12 @@ class SaveOnEnding(HookBase):
         self._is_training = False
         self._is_interrupted = False
         self._is_evaluating = False
-        self._run_step_tells = False  # how far it is; one of the project's own may not
+        self._run_step_tells = False  # its progress; a project's own run_step may not
         self._training = 0
         self._evaluation_key = ""
-        self._other_error: Optional[BaseException] = None  # which is handled while this run trains
+        self._other_error: Optional[BaseException] = None  # handled outside, while this run trains
         self._inner: Any = None  # the trainer that runs the steps
-        self._undo = contextlib.ExitStack()  # of what is done for the time of the training
+        self._undo = contextlib.ExitStack()  # undoes the changes for the time of training
 
     def before_train(self) -> None:
         self._inner = compat.inner_trainer(self.trainer)
@@ -244,7 +244,7 @@ class SaveOnEnding(HookBase):
         self._complete_last_save()
 
     def _complete_last_save(self) -> None:
-        """Save ``model_final`` if the run that is resumed has failed in doing so."""
+        """Save ``model_final`` if this failed in the run that is resumed."""
         last = self.trainer.start_iter - 1
         if self.trainer.start_iter != self.trainer.max_iter:
             return
@@ -320,7 +320,7 @@ class SaveOnEnding(HookBase):
         progress = self._inner.progress  # None in a run_step of a project's own
         last = self.trainer.iter if progress is None else progress.iteration
         name = signal.Signals(self._inner.stop_signal).name
-        logger.warning("%s: ending after iteration %d. --resume goes on from there", name, last)
+        logger.warning("%s: ending after iteration %d. --resume continues from there", name, last)
         try:
             with compat.at_iteration(self.trainer, last):
                 self._inner.gather_states()
@@ -338,7 +338,7 @@ class SaveOnEnding(HookBase):
                 comm.synchronize()  # a launcher ends all ranks when the first has ended
 
     def _save_alone(self, error: BaseException) -> None:
-        """Save what this rank knows of the last completed step, and say so in one line."""
+        """Save the last completed step without other ranks, and say so in one line."""
         number = self._inner.stop_signal
         explanation = _explanation(self.trainer, error)
         if comm.is_main_process():
@@ -347,7 +347,7 @@ class SaveOnEnding(HookBase):
             except Exception as e:  # a device may be lost, or memory be short
                 kept = f"The state could not be saved: {type(e).__name__}: {one_line(e)}"
         else:
-            kept = "The first rank saves the state for all"
+            kept = "Rank 0 saves the state of all ranks"
         said = explanation or _cause_of(error, self._inner.run_state.has_killed_worker())
         ended_by = signal.Signals(number).name if number else type(said).__name__
         file = write_traceback(error)
@@ -383,11 +383,11 @@ class SaveOnEnding(HookBase):
             return "Its state is not saved: there is no checkpointer"
         sharded = isinstance(self._inner.optimizer, ShardedOptimizer)
         if sharded and comm.get_world_size() > 1:
-            return "Its state is not saved: that of the optimizer is on all ranks"
+            return "Its state is not saved: the optimizer's state is spread over all ranks"
         if not self._is_finite():
             return "Its state is not saved: the weights are not finite"
         file = self._save(last)
-        return f"The state after iteration {last} is in {file}, and --resume goes on there"
+        return f"The state after iteration {last} is in {file}, and --resume continues from there"
 
     def _is_finite(self) -> bool:
         return all(bool(p.isfinite().all()) for p in self._inner.model.parameters())
@@ -398,7 +398,7 @@ class SaveOnEnding(HookBase):
         """
         progress = self._inner.progress
         if progress is None:
-            return -1, "how far this trainer's own run_step was is not known"
+            return -1, "this trainer's own run_step does not tell how much of the step is done"
         if progress.has_stepped:
             for hook in compat.hooks_of(self.trainer):  # an error may have come before this one
                 is_late = isinstance(hook, LRScheduler) and (

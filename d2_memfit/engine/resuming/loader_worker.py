@@ -75,7 +75,7 @@ class Rest:
 
 
 class RestOfStream(Sampler[int]):
-    """A Detectron2 training sampler that skips taken places, before ranks are dealt to.
+    """A Detectron2 training sampler that skips taken places, before it distributes to ranks.
 
     Args:
         sampler: its order must be a function of its attributes.
@@ -106,8 +106,8 @@ class ResumedImages(IterableDataset[Any]):
         keeps_states: whether each image comes with the random states before its loading.
 
     Yields:
-        ``(image, index, states)``. To keep the order of the workers, those before the next one
-        first yield a whole batch of Nones.
+        ``(image, index, states)``. To keep the order of the workers, those that come before the
+        next worker in turn first yield a whole batch of Nones.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from detectron2.utils import comm
 
 __all__ = ["RankStates", "SharedFiles"]
 
-_SLOTS = 3  # a rank that goes on may be two votes ahead of a rank that saves
+_SLOTS = 3  # a rank that trains on may be two votes ahead of a rank that saves
 _SLOT_BYTES = 2**28  # of a sparse file
 _HEADER = struct.Struct("qq")  # iteration, number of bytes
 
@@ -26,10 +26,10 @@ class SharedFiles(NamedTuple):
 
 
 class RankStates:
-    """Keeps what each rank would need in order to resume, even if that rank is killed.
+    """Keeps the state that each rank needs to resume, even if that rank is killed.
 
     The first rank has a file in memory for each other rank, which that rank writes to after each
-    window. So states do not travel. Only a rank that cannot open the file, as on another machine,
+    window. So states are not sent. Only a rank that cannot open the file, as on another machine,
     sends its state in its report.
     """
 
@@ -39,7 +39,7 @@ class RankStates:
         self._own: Optional[int] = None  # this rank's file, once it is open
 
     def put(self, iteration: int, pack: Callable[[], bytes]) -> Union[SharedFiles, bytes, None]:
-        """Keep this rank's state, and return what its report has to say.
+        """Keep this rank's state, and return the part of its report for the other ranks.
 
         Args:
             pack: makes the state. The first rank makes its own when it saves.
@@ -56,7 +56,7 @@ class RankStates:
         return None
 
     def receive(self, iteration: int, reported: list[Union[SharedFiles, bytes, None]]) -> None:
-        """Take what the reports of all ranks said."""
+        """Keep the states in the reports of all ranks, and open this rank's file."""
         self.keep(iteration, [r if isinstance(r, bytes) else None for r in reported])
         if self._own is None and isinstance(reported[0], SharedFiles):
             self._own = _open(reported[0], comm.get_rank())

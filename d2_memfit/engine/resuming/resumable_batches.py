@@ -36,13 +36,13 @@ class UnknownLoader(TypeError):
 class ResumableBatches(Iterator[Any]):
     """The batches of a ``build_detection_train_loader`` loader, to the last bit, with a state.
 
-    The state holds the number of batches taken from the sampler's endless stream. It holds the
-    random states of the loader's workers after the last batch. It also says how to reload images
-    that still wait for others of their aspect ratio. It leaves out what the workers loaded ahead.
+    The state contains the number of batches taken from the sampler's endless stream, and the random
+    states of the loader's workers after the last batch. It also says how to reload images that
+    still wait for others of their aspect ratio. It does not contain prefetched images.
 
     With the same numbers of ranks, workers and images per batch, a resumed stream continues to the
-    last bit. With other numbers, the remaining images are dealt again in their order. None is lost
-    and none comes twice.
+    last bit. With other numbers, the remaining images are distributed again in their order. None is
+    lost or used twice.
 
     Args:
         loader: made by ``build_detection_train_loader``. It is not changed.
@@ -157,9 +157,9 @@ class ResumableBatches(Iterator[Any]):
         return hashlib.sha256(repr(keys).encode()).hexdigest()
 
     def undo_point(self) -> Callable[[], None]:
-        """A function that puts the state back, for a checkpoint of this moment.
+        """A function that restores the state, for a checkpoint of this moment.
 
-        The batches themselves do not come again.
+        The batches themselves are not repeated.
         """
         return partial(setattr, self._received, "taken", self._received.taken)
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A trainer whose checkpoints hold all that a run needs to resume without a difference."""
+"""A trainer whose checkpoints contain everything that a run needs to resume exactly."""
 
 import logging
 import pickle
@@ -34,7 +34,7 @@ class ResumableTrainer(SimpleTrainer):
     Attributes:
         run: a :class:`~d2_memfit.engine.build.Run`, which begins with ``train``, or with the first
             step of a loop without it. None for a trainer that no job has made.
-        progress: how far the iteration ``iter`` is.
+        progress: progress of the iteration ``iter``.
     """
 
     _has_started = False
@@ -90,7 +90,7 @@ class ResumableTrainer(SimpleTrainer):
         self.run_state.ranks.keep(self.iter, comm.gather(own))
 
     def learned(self) -> Any:
-        """What only this rank has learned in training, in plain types."""
+        """State that only this rank has learned in training, in plain types."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class ResumableTrainer(SimpleTrainer):
 class GatherStates(HookBase):
     """Calls the trainer's ``gather_states`` just before a hook of any rank saves a checkpoint.
 
-    Rank 0 alone writes checkpoints, and they hold the states of all ranks. Register it on all
-    ranks, before the hooks that save.
+    Only rank 0 writes checkpoints, and they contain the states of all ranks. Register this hook on
+    all ranks, before the hooks that save.
     """
 
     def __init__(self) -> None:
@@ -132,7 +132,7 @@ class RunState:
         data_loader: the trainer's loader.
 
     Attributes:
-        batches: what to iterate in place of the loader. It is the loader itself if its order cannot
+        batches: iterate these in place of the loader. It is the loader itself if its order cannot
             be resumed.
         ranks: the states of all ranks.
         at_start: the copy that the last iteration began with.
@@ -165,7 +165,7 @@ class RunState:
         return self._data is not None and self._data.has_killed_worker()
 
     def undo_point(self, is_watched: bool) -> Callable[[], None]:
-        """A function that puts back what an iteration changes before its optimizer step.
+        """A function that undoes the changes of an iteration before its optimizer step.
 
         Args:
             is_watched: whether forwards are watched for changes of parameters.
@@ -203,7 +203,7 @@ class RunState:
         return pickle.dumps((RandomState(self._device).state_dict(), numbers, data, learned))
 
     def refresh(self) -> None:
-        """Look up the names of the model's modules again, in case that it has new ones."""
+        """Look up the names of the model's modules again, because it may have new ones."""
         self._attributes = _attributes(self._model)
 
     def _numbers(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class RunState:
             ". The number of ranks, workers or images has changed, so the remaining images are "
             "distributed again, with other random augmentations"
         )
-        logger.info("The data go on where they were%s", "" if is_same else changed)
+        logger.info("The data continue where they were%s", "" if is_same else changed)
 
     def _set_numbers(self, numbers: dict[str, Any]) -> None:
         modules = dict(self._model.named_modules())

@@ -65,9 +65,9 @@ def _is_free(number: int) -> bool:
 
 @contextmanager
 def signals_end_at_once() -> Iterator[None]:
-    """While open, a signal ends this process with one line, and what is open is closed.
+    """While open, a signal ends this process with one line, and open contexts are closed.
 
-    A training within it handles signals itself, from its start to its end.
+    Training inside of it handles signals itself, from its start to its end.
     """
     take_back = handle(filter(_is_free, SIGNALS), _end_at_once)
     try:
@@ -77,7 +77,7 @@ def signals_end_at_once() -> Iterator[None]:
 
 
 def _end_at_once(number: int, frame: Any) -> None:
-    say_ended(number, "No training was under way")
+    say_ended(number, "No training was running")
     sys.exit(128 + number)
 
 
@@ -87,9 +87,9 @@ def say_ended(number: int, state: str) -> None:
 
 
 def leave_signals_to_launcher() -> None:
-    """In a rank, until it trains: a signal ends it as the system does, without a line.
+    """In a rank, until it trains: a signal ends it by the system's default, without a line.
 
-    It does so while the rank waits for others, where Python's handlers are not called.
+    This also works while the rank waits for others, when Python's handlers are not called.
     """
     handle(filter(_is_free, SIGNALS), signal.SIG_DFL)
     if _ON_LINUX:
@@ -98,9 +98,9 @@ def leave_signals_to_launcher() -> None:
 
 @contextmanager
 def signals_held_back() -> Iterator[None]:
-    """While open, no signal comes, and processes that start have signals blocked.
+    """While open, signals are blocked, and child processes inherit the blocked signals.
 
-    Workers of a loader unblock them once they leave signals to their parent.
+    Loader workers unblock them once they leave signals to their parent.
     """
     if not _ON_LINUX:
         yield
@@ -115,7 +115,7 @@ def signals_held_back() -> Iterator[None]:
 
 
 def handle(numbers: Iterable[int], handler: Any) -> Callable[[], None]:
-    """Handle signals, if this is the main thread; return a function that takes that back."""
+    """Handle signals, if this is the main thread; return a function that undoes this."""
     former: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         former = {number: signal.signal(number, handler) for number in numbers}
@@ -129,10 +129,10 @@ def handle(numbers: Iterable[int], handler: Any) -> Callable[[], None]:
 
 @contextmanager
 def raising_handlers_held_back() -> Iterator[list[int]]:
-    """While open, the handlers that may raise wait: PyTorch's for dead workers, and of SIGINT.
+    """While open, handlers that may raise wait: PyTorch's for dead workers, and that of SIGINT.
 
     Yields:
-        The numbers of the signals that came. Their handlers are called at the end.
+        The numbers of the signals that were received. Their handlers are called at the end.
     """
     came: list[int] = []
     numbers = [number for number in _RAISING if callable(signal.getsignal(number))]
@@ -158,7 +158,7 @@ def signals_passed_on() -> Iterator[None]:
     def pass_on(number: int, frame: Any) -> None:
         received.append(number)
         times = received.count(signal.SIGINT)
-        # A terminal's first Ctrl-C has reached the processes already, and a second is another word.
+        # The first Ctrl-C of a terminal has reached the processes already; a second one is new.
         passed = signal.SIGTERM if number == signal.SIGINT and times == 1 else number
         for child in multiprocessing.active_children():
             if child.pid is not None:
@@ -173,7 +173,7 @@ def signals_passed_on() -> Iterator[None]:
         if not received:
             raise
         if -e.exit_code in (signal.SIGTERM, received[0]):  # by the system, before it trained
-            say_ended(received[0], "No training was under way")
+            say_ended(received[0], "No training was running")
         sys.exit(128 + received[0])
     finally:
         take_back()
@@ -182,7 +182,7 @@ def signals_passed_on() -> Iterator[None]:
 def end_with_launcher() -> None:
     """In a rank: get a SIGTERM when the process that started it is gone, as after ``kill -9``.
 
-    Otherwise it would train on, unseen.
+    Otherwise it would train on, unnoticed.
     """
 
     def watch(parent: int) -> None:
@@ -196,10 +196,10 @@ def end_with_launcher() -> None:
 
 
 def leave_signals_to_parent(_: Any = None) -> None:
-    """In a loader's worker: take no notice of signals that all processes of a job get. It ends when
-    the process that started it asks, or is gone.
+    """In a loader worker: ignore signals that all processes of a job get. The worker ends when the
+    process that started it asks for it, or is gone.
 
-    Workers that are forked call this themselves, whoever starts them. Spawned ones call it in
+    Forked workers call this themselves, whichever code starts them. Spawned ones call it in
     ``ResumedImages``.
     """
     if not is_loader_worker(multiprocessing.current_process()) or not _ON_LINUX:
@@ -222,18 +222,18 @@ def _take_no_notice(number: int, frame: Any) -> None:
 
 
 def _ignore_lost_reader(former: Callable[..., Any], kind: type[BaseException], *error: Any) -> None:
-    """Handle an error of a thread: multiprocessing's, which hands over file descriptors, loses its
-    reader if the process that started this worker is killed.
+    """Handle an error in a thread. multiprocessing's thread, which hands over file descriptors,
+    loses its reader if the process that started this worker is killed.
     """
     if not issubclass(kind, (ConnectionError, EOFError)):
         former(kind, *error)
 
 
 def _end_with(parent: int) -> None:
-    """End this worker when its parent asks, or is gone.
+    """End this worker when its parent asks for it, or is gone.
 
-    PyTorch's workers end without their parent, too, unless no one has taken their last batches.
-    Such a worker waits for a reader, and its siblings hold the pipe open.
+    PyTorch's workers also end without their parent, unless nobody has read their last batches.
+    Such a worker waits for a reader, because its siblings hold the pipe open.
     """
     while os.getppid() == parent:
         received = signal.sigtimedwait({signal.SIGTERM}, _LOOK_FOR_PARENT_S)

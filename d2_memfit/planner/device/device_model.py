@@ -22,13 +22,13 @@ from .allocators import CachingAllocator, PageAllocator
 
 __all__ = ["WORKSPACES", "DeviceModel", "DeviceUse", "device_names"]
 
-# What convolutions need in addition to input, weight and result: nothing, or copies of these in
+# Memory that convolutions need in addition to input, weight and result: none, or copies of these in
 # another memory layout. Kernels for tensor cores and oneDNN need channels-last or blocked layouts.
 WORKSPACES = ("none", "layout")
 
 # Shares of a data sheet's peaks that training reaches, fitted to published times
 # (tools/benchmarks/times.py): of the units for float32, of tensor cores, and of the bandwidth of
-# memory. Grouped convolutions reach a share of what others do.
+# memory. Grouped convolutions reach a share of the speed of others.
 _FLOAT32_UNITS = 0.83
 _TENSOR_CORES = 0.155
 _MEMORY = 0.525
@@ -45,8 +45,8 @@ class DeviceUse:
     """The memory of a device that a timeline needs.
 
     Attributes:
-        allocated_bytes: peak of what ``torch.cuda.memory_allocated`` counts.
-        reserved_bytes: peak of what the allocator takes, including memory between blocks.
+        allocated_bytes: peak of ``torch.cuda.memory_allocated``.
+        reserved_bytes: peak of the allocator's memory, including memory between blocks.
         total_bytes: ``reserved_bytes`` plus memory outside the allocator.
         breakdown: ``allocated_bytes`` by owner.
         outside: the rest of ``total_bytes`` by owner: memory between the allocator's blocks,
@@ -69,30 +69,30 @@ class DeviceModel:
         description: text for messages.
         is_gpu: whether PyTorch's caching allocator manages its memory.
         convolution_workspace: a name in ``WORKSPACES``.
-        foreach: whether the optimizer steps on all parameters at once, unless told otherwise.
+        foreach: whether the optimizer steps on all parameters at once, unless the job says so.
         cublas_workspace_mb: workspaces of matrix products, kept by the allocator.
         other_tensors_mb: tensors that no dry run sees.
-        reserve_mb: how much of ``other_tensors_mb`` a small job does not take.
-        context_mb: memory of the process before its first tensor; null is that of this process.
+        reserve_mb: the part of ``other_tensors_mb`` that a small job does not need.
+        context_mb: memory of the process before its first tensor; null measures this process.
         flops_per_s: peak by number format. "tf32" applies to float32 convolutions if the card has
             it: PyTorch's ``cudnn.allow_tf32`` is on, and that of matrix products is off.
         bytes_per_s: peak of the memory's bandwidth.
         host_bytes_per_s: bandwidth of copies to or from the host.
         is_measured: whether ``flops_per_s`` and ``bytes_per_s`` are measured, not peaks.
-        seconds_per_operator: time that each operator takes in addition, on the CPU and the device.
-        seconds_per_micro_batch: time that each micro-batch takes in addition, such as waits of the
-            CPU for the device.
+        seconds_per_operator: additional time of each operator, on the CPU and the device.
+        seconds_per_micro_batch: additional time of each micro-batch, such as waits of the CPU for
+            the device.
         float16_fails: whether training in float16 is known to give NaN.
         kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads at first use.
         nccl_mb: buffers of a communicator of 2 ranks, and of more.
         device_name: a pattern for ``torch.cuda.get_device_name()``.
         compute_capability: such as "8.6".
         memory_gb: nominal memory of the card.
-        reserved_factor: memory that the allocator has reserved over what its model finds.
+        reserved_factor: measured over predicted memory of the allocator.
         is_this_process: whether ``context_mb`` is that of this process.
         context_is_measured: whether ``context_mb`` and ``kernels_mb`` are from this card.
         tensors_are_measured: whether ``other_tensors_mb`` is from a run of the same model.
-        from_run: a line about the run that these values are from; "" without one.
+        from_run: a line about the run that measured these values; "" without one.
     """
 
     name: str
@@ -163,10 +163,10 @@ class DeviceModel:
 
     @classmethod
     def choose(cls, name: Optional[Union[str, Path]], torch_device: str) -> "DeviceModel":
-        """Choose the device file of a name; None or "auto" chooses by the GPU of this machine.
+        """Choose a device by name; None or "auto" chooses by the GPU of this machine.
 
-        That is the GPU's own file, or the nearest of its compute capability. Otherwise it is
-        ``cuda`` or ``cpu``.
+        This is the GPU's own file or row, or the nearest one of its compute capability. Without a
+        GPU it is ``cuda`` or ``cpu``.
 
         Args:
             torch_device: as in MODEL.DEVICE.
@@ -283,8 +283,8 @@ class DeviceModel:
         """Predicted seconds of work.
 
         For each operator, the device computes or moves memory, whichever takes longer, and the CPU
-        launches it. Detectron2's models wait for the device too often for the launches to be
-        hidden. In parallel, copies to or from the host run.
+        launches it. Launches are added, because Detectron2's models often wait for the device.
+        Copies to or from the host run in parallel.
         """
         bytes_per_s = self.bytes_per_s * (1.0 if self.is_measured else _MEMORY)
         computing = sum(

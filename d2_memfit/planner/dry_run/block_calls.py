@@ -19,9 +19,9 @@ __all__ = ["noted_calls"]
 
 @contextmanager
 def noted_calls(model: nn.Module, run: DryRun) -> Iterator[None]:
-    """While open, record in the timeline the calls of blocks that autograd saves tensors of.
+    """While open, record in the timeline the calls of blocks for which autograd saves tensors.
 
-    Calls in a backward, which recompute a block, are left out.
+    Calls in a backward, which recompute a block, are not recorded.
     """
     begun: list[tuple[int, Work]] = []
 

@@ -34,7 +34,7 @@ def one_line_errors(
 
     Args:
         assume: gives lines about assumptions, which may be the cause.
-        in_evaluation: whether the model runs as in an evaluation, which a job may leave out.
+        in_evaluation: whether the model runs in an evaluation, which a job may leave out.
 
     Raises:
         ConfigError: a model cannot be built, or does not run. The text names the error, the last
@@ -81,17 +81,17 @@ def _advice(error: Exception) -> str:
     lacks_key = isinstance(error, KeyError) and error.args and isinstance(error.args[0], str)
     if lacks_key or re.search(_LACKS_LABELS, str(error)):
         return (
-            "If that is what the project's training mapper adds to a batch, name the trainer that "
-            "uses it, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION. "
-            "If the mapper reads it in the dataset, the dataset has to be there"
+            "If the project's training mapper adds this to a batch, name the trainer that uses the "
+            "mapper, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION. "
+            "If the mapper reads it from the dataset, the dataset must exist"
         )
     if "process group" in str(error):
         return (
-            "The model needs other ranks, and this is one process: let its forward do without "
-            "them where detectron2.utils.comm.get_world_size() is 1"
+            "The model needs other ranks, but this is one process: let its forward work without "
+            "them if detectron2.utils.comm.get_world_size() is 1"
         )
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return "A dry run takes addresses and little RAM: lift the limit on them, ulimit -v"
+        return "A dry run needs address space, but little RAM: remove its limit, ulimit -v"
     if isinstance(error, OSError):
         return "The job reads or downloads a file before its first step: put the file there"
     if isinstance(error, ModuleNotFoundError):

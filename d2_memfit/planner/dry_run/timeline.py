@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A timeline of what a job allocates and frees."""
+"""The timeline of a job's allocations and frees."""
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -100,8 +100,8 @@ class Operator(NamedTuple):
 
     Attributes:
         kind: "convolution", "grouped convolution" or "matrix product"; "" for others.
-        number_format: that of its numbers, such as "float16"; "" for others.
-        flops: its floating-point operations; 0 for others.
+        number_format: such as "float16"; "" for operators without a kind.
+        flops: floating-point operations; 0 for operators without a kind.
         num_bytes: bytes that it reads and writes.
     """
 
@@ -158,7 +158,7 @@ class Timeline:
     """The events of a dry run, with their work.
 
     Attributes:
-        events: in the order in which they happen. A convolution comes after what it allocates.
+        events: in the order in which they happen. A convolution comes after its allocations.
         work: by phase.
         calls: forwards of the model's blocks in training, in the order in which they end.
         notes: lines about parts that may be larger in a real batch.
@@ -179,7 +179,7 @@ class Timeline:
         return [event.num_bytes for event in self._changes()]
 
     def bytes_of(self, owner: str) -> int:
-        """Bytes of all that an owner allocates."""
+        """Bytes of all allocations of an owner."""
         made = (event.allocation for event in self.events if isinstance(event, Allocate))
         return sum(allocation.num_bytes for allocation in made if allocation.owner == owner)
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The largest numbers of proposals, anchors and detections, in place of those of a dry run."""
+"""The largest possible numbers of proposals, anchors and detections for a dry run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,12 +26,12 @@ _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
 def worst_case(model: nn.Module, note: Note) -> Iterator[None]:
     """While open, ROI heads get the most proposals possible, and no anchor is ignored.
 
-    Enough proposals are on objects. ROI heads are known by their place, the attribute ``roi_heads``
-    of any part of the model. So it does not matter which generator makes the proposals, or how many
-    branches it has.
+    Enough proposals are on objects. ROI heads are found by the attribute ``roi_heads`` of any part
+    of the model. So it does not matter which generator makes the proposals, or how many branches it
+    has.
 
-    RetinaNet leaves ignored anchors out of its losses: those that overlap an object, but too little
-    to be matched. An image can have none, so ignored anchors are background.
+    RetinaNet ignores some anchors in its losses: those that overlap an object, but too little to be
+    matched. An image can have none of them, so here they are background.
 
     Args:
         note: called with a line for the user about proposals whose largest number is not known.
@@ -72,7 +72,7 @@ def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) ->
         if _is_empty(model(batch)):
             note(
                 f"{type(model).__name__} detects nothing in a dry run; an image with objects needs "
-                "more"
+                "more memory"
             )
 
 
@@ -82,8 +82,8 @@ def _heads_of(part: nn.Module) -> Any:
 
 def _left_alone(what: str, where: str) -> str:
     return (
-        f"The {what} of {where} are as the model makes them in a dry run; an image may have more, "
-        "and need more"
+        f"The {what} of {where} are those of a dry run; a real image may have more, and need more "
+        "memory"
     )
 
 

@@ -27,7 +27,7 @@ class MemoryEstimate:
 
     Attributes:
         device: description of the device.
-        from_run: a line about the earlier run that the device's values are from; "" without one.
+        from_run: a line about the earlier run that measured the device's values; "" without one.
         num_gpus: ranks that train together.
         images_per_gpu: images in a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
         micro_batch_size: images in one forward.
@@ -35,14 +35,14 @@ class MemoryEstimate:
         image_size: height and width in pixels to which the largest micro-batch is padded.
         num_instances: annotated objects in the most crowded image. With label images alone, the
             classes in it. None if a given batch has no field for them.
-        assumptions: what is not known, each with the value assumed for it.
+        assumptions: one line for each thing that is not known, with the value assumed for it.
         at_least: parts of the job whose largest size is not known. If there are any, the job may
-            need more than these numbers say.
+            need more memory than this estimate.
         peak_allocated_gb: ``torch.cuda.max_memory_allocated`` after training.
         peak_reserved_gb: ``torch.cuda.max_memory_reserved`` after training. If the job has a budget
-            and fits, it is what the allocator takes within the budget less its margin.
-        device_total_gb: device memory of the process, context included, in training and in the
-            evaluations between.
+            and fits, it is the memory of the allocator within the budget less its margin.
+        device_total_gb: device memory of the process, including the context, in training and in
+            the evaluations between.
         evaluation_gb: peak allocated in evaluation; None without evaluation.
         typical_gb: ``peak_allocated_gb`` with the mean number of objects in each image; None if the
             mean is not known, or not asked for.
@@ -56,9 +56,9 @@ class MemoryEstimate:
         seconds_per_iteration: predicted, with the largest images.
         seconds_range: range of ``seconds_per_iteration``; for published times, 90% are inside.
         expandable_segments: whether PyTorch's allocator grows its segments; None for a CPU.
-        other_segments_gb: ``device_total_gb`` without a limit, if it were the other way; None for
-            a CPU, and for a job that was measured.
-        num_workers: workers of the loader on each rank.
+        other_segments_gb: ``device_total_gb`` without a limit, with the other kind of segments;
+            None for a CPU, and for a job that was measured.
+        num_workers: loader workers on each rank.
         host_gb: approximate RAM of each rank and its workers, without the dataset.
     """
 
@@ -98,7 +98,7 @@ class DryJob:
         job: the job.
         device: the device to predict for.
         evaluation: its timeline, if it is known.
-        evaluates: whether evaluation counts, or training alone.
+        evaluates: whether to include evaluation, or training alone.
 
     Attributes:
         training: timeline of the largest micro-batch and an optimizer step. If an iteration has
@@ -161,15 +161,15 @@ class DryJob:
         return high
 
     def training_bytes(self) -> int:
-        """Bytes that the process needs in training, context included.
+        """Bytes that the process needs in training, including the context.
 
-        Memory that the allocator cannot use does not count.
+        Memory that the allocator cannot use is not included.
         """
         use = self.uses()[0]
         return use.total_bytes - use.reserved_bytes + use.allocated_bytes
 
     def total_bytes(self, limit_bytes: Optional[int] = None) -> int:
-        """Bytes that the process takes in training and in evaluations between, context included.
+        """Bytes of the process in training and in the evaluations between, including the context.
 
         With a limit, they are within the limit if possible.
         """

@@ -33,19 +33,19 @@ def estimate_memory(
     Args:
         cfg: a config of yacs, a LazyConfig, or a :class:`~d2_memfit.Job`, which has the arguments
             from ``trainer`` to ``num_instances``, and ``num_gpus``, already.
-        num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH counts all of them. None is those
-            of this process: one, unless it is a rank.
-        device: the name of a family in ``d2_memfit/planner/device/devices``, or the path of a file
-            of ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else this
-            machine's GPU, else a current CUDA card.
-        probe: run the iteration on this machine's GPU, and measure.
+        num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is for all of them. None is the
+            world size of this process.
+        device: the name of a file in ``d2_memfit/planner/device/devices`` or of a card, or the path
+            of a file of ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else
+            this machine's GPU, else a current CUDA card.
+        probe: run the iteration on this machine's GPU, and measure it.
         trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
         batch: images of the largest batch, see :class:`~d2_memfit.job.batches.GivenBatches`; or the
-            sizes that the model gets, as a :class:`WorstCase`. None lets the job's own mapper make
-            it from the largest images of its datasets.
+            sizes that the model gets, as a :class:`WorstCase`. With None, the job's own mapper
+            makes it from the largest images of its datasets.
         image_size: height and width in pixels of the largest image file.
         num_instances: annotated objects of the most crowded image.
-        evaluates: whether evaluation counts, or training alone.
+        evaluates: whether to include evaluation, or training alone.
 
     Raises:
         ConfigError: a value in the config cannot work, its model cannot be built, or there is no

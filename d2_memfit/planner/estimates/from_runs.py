@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Devices as earlier runs on this machine have found them.
+"""Devices with the measurements of earlier runs on this machine.
 
 Training records its peaks (:class:`~d2_memfit.engine.hooks.peak_recorder.PeakRecorder`). Records of
 the same device, software and number of ranks correct three values of the device:
@@ -7,14 +7,13 @@ the same device, software and number of ranks correct three values of the device
 - Memory outside the allocator, which replaces the context, kernels and NCCL of the device file. On
   a GPU it is the same for all models. On the CPU it is that of the same model's process; on one
   rank, a context that was measured in this process stays.
-- Tensors that no dry run sees. What the same model has allocated is compared with a dry run of the
-  micro-batch that had the peak.
-- Memory that the allocator reserves, likewise, from runs without a budget.
+- Tensors that no dry run sees: the memory that the same model has allocated, compared with a dry
+  run of the micro-batch that had the peak.
+- Memory that the allocator reserves, in the same way, from runs without a budget.
 
-A run that took more than its dry run corrects both of them at once. A run that took less may not
-have seen its most crowded images yet, so less is believed after 1000 iterations. Where the
-micro-batch cannot be made again, the run is compared with the largest one, and only an excess
-counts.
+A run that took more than its dry run raises both of these values at once. A run that took less may
+not have seen its most crowded images, so it lowers them only after 1000 iterations. If the
+micro-batch cannot be made again, the run is compared with the largest one, and only raises them.
 """
 
 import logging
@@ -43,8 +42,8 @@ def as_in_runs(job: Job, device: DeviceModel, under_budget: bool) -> DeviceModel
     """The device with values that runs on it have measured, if MEMFIT.PLAN.FROM_RUNS.
 
     Args:
-        under_budget: whether the job is to run under a budget. On the CPU that decides how much of
-            what is free stays with the process.
+        under_budget: whether the job will run under a budget. On the CPU, this decides how much
+            freed memory the process keeps.
     """
     here = _torch_device(device) if job.cfg.MEMFIT.PLAN.FROM_RUNS else None
     if here is None:

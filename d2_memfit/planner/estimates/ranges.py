@@ -2,26 +2,26 @@
 """How far the memory of a run may be from its estimate, by source, and the margin of plans.
 
 objects
-    The estimate has the most crowded images in one batch. A run with the mean number of objects in
-    each image needs less; if a model needs more for it, the range goes up to that. If the largest
-    number is a guess, the range is as wide upwards.
+    The estimate is for the most crowded images in one batch. A run with the mean number of objects
+    in each image needs less; if a model needs more with it, the range goes up to that. If the
+    largest number is a guess, the range has the same width upwards.
 software
-    Versions of PyTorch, cuDNN and the driver take other workspaces and keep other tensors. The
-    share is chosen on the published rows in docs/PUBLISHED_MEMORY.md that are used for something:
-    at least 90% of them are in their range. How often others are, stands there too. On a CPU,
-    which has the same software, and after a run of the same model: the distance between two runs
-    that tests/planner/estimates/test_from_runs.py allows.
+    Versions of PyTorch, cuDNN and the driver use other workspaces and keep other tensors. The share
+    was chosen on the published rows in docs/PUBLISHED_MEMORY.md that were used for a choice: at
+    least 90% of them are in their range. The page also has the share of the other rows. On a CPU,
+    which has the same software, and after a run of the same model, it is the difference between two
+    runs that tests/planner/estimates/test_from_runs.py allows.
 allocator
     Memory between blocks, which depends on the order of all sizes of a run: none, or twice as much
     as the allocator's model finds. A guess.
 context
     287 MB (pytorch#86509) to 426 MB, reported by others, and none to 380 MB of loaded kernels (the
-    whole of what pytorch#86509 measured without lazy loading). Nothing for a device file of one's
-    own, whose context is measured. On a CPU, what the process takes in addition to its tensors: 50
-    to 360 MB, as measured (devices/cpu.yaml, docs/PLANNER.md).
+    whole of what pytorch#86509 measured without lazy loading). Nothing for your own device file,
+    whose context is measured. On a CPU, the memory of the process in addition to its tensors: 50 to
+    360 MB, as measured (devices/cpu.yaml, docs/PLANNER.md).
 
-The worst case has the most objects and the memory between blocks already. So a plan leaves free how
-far software and context may be above it: its margin.
+The worst case already includes the most objects and the memory between blocks. So the margin of a
+plan covers only software and context.
 """
 
 from dataclasses import dataclass
@@ -46,8 +46,8 @@ _OF_THE_SAME_SOFTWARE = 0.02
 _CONTEXT_MB = (287, 426 + 380)
 _OF_A_CPU_MB = (50, 360)
 
-OF_TENSORS = ("objects", "software")  # the sources that concern what PyTorch has allocated
-OF_MARGIN = ("software", "context")  # those that a plan leaves free
+OF_TENSORS = ("objects", "software")  # the sources that concern memory allocated by PyTorch
+OF_MARGIN = ("software", "context")  # the sources that a plan's margin covers
 
 Widths = dict[str, tuple[int, int]]  # bytes below and above an estimate, by source
 
@@ -105,7 +105,7 @@ class Margin:
         return int((budget_bytes - self.more_bytes) / self.factor)
 
     def budget_bytes(self, limit_bytes: float) -> float:
-        """The smallest budget for a job that needs as much."""
+        """The smallest budget for a job that needs this many bytes."""
         return self.factor * limit_bytes + self.more_bytes
 
 

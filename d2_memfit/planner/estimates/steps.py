@@ -56,7 +56,7 @@ def train(
     Args:
         micro_batches: the micro-batches of one iteration.
         like_gpu: whether device-dependent code runs as on a GPU, or as on a CPU.
-        foreach: whether the optimizer steps on all parameters at once, unless the job tells.
+        foreach: whether the optimizer steps on all parameters at once, unless the job says so.
         accumulates: whether gradients of earlier micro-batches exist.
     """
     precision = job.precision("cpu")
@@ -77,10 +77,10 @@ def train(
 
 
 def _not_optimised(model: nn.Module, dtype: torch.dtype) -> set[Any]:
-    """Functions of TorchScript that a model's files know, and that no dry run has called.
+    """TorchScript functions in a model's files that no dry run has called.
 
-    PyTorch optimises them after their first call, which has other operators, for each number format
-    of autocast.
+    PyTorch optimises them after their first call, once for each number format of autocast. So the
+    first call has other operators.
     """
     values = [value for file in source_files(model.modules()) for value in vars(file).values()]
     scripted = [value for value in values if isinstance(value, torch.jit.ScriptFunction)]
@@ -101,7 +101,7 @@ def iterate(
     """Run an iteration with the most proposals possible; yield each phase before it begins.
 
     Args:
-        note: called with a line about each part that is not the largest possible.
+        note: called with a line about each part that may be larger in a real batch.
     """
     for batch in micro_batches:
         yield "forward"
@@ -195,7 +195,7 @@ def _started(
 
 @contextmanager
 def _as_on_gpu(stand_ins: Groups = ()) -> Iterator[None]:
-    """Run a GPU's code, in one thread: little is computed, and threads would mostly wait."""
+    """Run the code for a GPU, in one thread: little is computed, so more threads do not help."""
     num_threads = torch.get_num_threads()
     with alone(), cuda_as_cpu(compiled_operators(), stand_ins), unchanged_random_state():
         torch.set_num_threads(1)
@@ -206,9 +206,9 @@ def _as_on_gpu(stand_ins: Groups = ()) -> Iterator[None]:
 
 
 def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
-    """Keep only one rank's parameters, dealt as by ``ZeroRedundancyOptimizer``.
+    """Keep only one rank's parameters, distributed as by ``ZeroRedundancyOptimizer``.
 
-    The largest come first, each to the rank that has the least.
+    The largest come first, each to the rank with the smallest share.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     shares: list[list[nn.Parameter]] = [[] for _ in range(num_ranks)]

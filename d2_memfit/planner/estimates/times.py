@@ -11,10 +11,10 @@ __all__ = ["Range", "factor_range", "in_words", "seconds_range"]
 Range = tuple[float, float]
 
 # Errors as differences of logarithms; 90% of the fitted rows have less (tools/benchmarks/times.py).
-# Of a time: with the row's family of models, or its source, left out of the fit.
+# For a time: if the row's family of models, or its source, is left out of the fit.
 _OF_A_TIME = 0.30
-# Of a ratio of two times: a share of its logarithm, from pairs of models of one family, and a
-# constant if the number formats differ, from pairs of these.
+# For a ratio of two times: a share of its logarithm, from pairs of models of one family, and a
+# constant if the number formats differ, from pairs with different ones.
 _SHARE_OF_A_RATIO = 0.41
 _OF_NUMBER_FORMATS = 0.17
 

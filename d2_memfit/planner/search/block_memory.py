@@ -70,7 +70,7 @@ def blocks_of(timeline: Timeline, device: DeviceModel) -> Blocks:
 
 
 class _Lives:
-    """Begin and end of allocations, as positions in the timeline's events."""
+    """Begin and end of each allocation, as positions in the timeline's events."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.events = events = timeline.events
@@ -119,7 +119,7 @@ class _Kept:
     def recomputed_bytes(self, times: NDArray[Any]) -> NDArray[Any]:
         """Change of the bytes in use at some times if the block is recomputed.
 
-        At the beginning of its backward it is the peak while the forward runs again.
+        When its backward begins, this is the peak of the forward that runs again.
         """
         change = -self._alive(self.allocations, times) * self._is_away(times)
         for a in self.inputs:
@@ -146,7 +146,7 @@ class _Kept:
 
 
 def _times(lives: _Lives, calls: list[_Kept]) -> NDArray[Any]:
-    """Times of the peaks between begins and ends of blocks, and when their backwards begin."""
+    """Times of the peaks between begins and ends of blocks, and of the begins of backwards."""
     limits = {0, len(lives.bytes_after)}
     for c in calls:
         limits.update((c.call.begin, c.call.end, c.first - 1, c.first, c.last))

@@ -24,9 +24,9 @@ __all__ = ["CostFit", "MeasuredMicroBatch", "fitted", "fitted_to_two", "with_cos
 _SMALLER = 0.6  # scale of the largest image
 _BETWEEN = 0.8
 _MORE_CROWDED = 1.5
-_CROWDED = 1000  # objects in images that a dataset may have besides the known ones
-# What is needed, divided by what is predicted without regard to objects: where objects decide, and
-# where they clearly do, so that runs with more of them tell how much each object needs.
+_CROWDED = 1000  # objects in images that a dataset may have in addition to the known ones
+# Needed bytes, divided by those predicted from the pixels alone: if objects decide, and if they
+# clearly decide, so that runs with more objects show the bytes of each object.
 _IS_CROWDED, _IS_CLEARLY_CROWDED = 1.02, 1.1
 _FEW = 8  # objects that are resized; others are copies
 _WITHOUT_OBJECTS = 3  # number of features without objects
@@ -42,14 +42,14 @@ def with_cost_model(
     allow: Sequence[str],
     progress: Callable[[str], None] = lambda line: None,
 ) -> Plan:
-    """Add MEMFIT.COST_MODEL to a plan, by which the trainer cuts windows.
+    """Add MEMFIT.COST_MODEL to a plan. The trainer cuts windows by it.
 
     The plan is returned unchanged if no window is cut.
 
     Args:
         job: the job of the plan.
-        allow: tiers that may be used. With trained BatchNorm, other micro-batches are another
-            recipe.
+        allow: tiers that may be used. If BatchNorm is trained, other micro-batches need the tier
+            "recipe".
         progress: called with a line for each dry run.
 
     Raises:
@@ -63,7 +63,7 @@ def with_cost_model(
         model = steps.build(planned)[0]
     trains_batch_norm = any(isinstance(m, BatchNorm) and m.training for m in model.modules())
     if trains_batch_norm and "recipe" not in allow:
-        progress("No cost model: BatchNorm's statistics are of the images of a micro-batch")
+        progress("No cost model: BatchNorm is trained on micro-batches")
         return plan
     fit = CostFit(planned, device, Padding.from_model(model), progress)
     settings = {**plan.settings, **fit.settings(), "MEMFIT.PLAN.MARGIN": round(plan.margin, 4)}

@@ -12,9 +12,9 @@ from .trials import Choice, Trials, choice_of
 __all__ = ["Fastest"]
 
 _WORTH_IT = 0.98  # a larger change must take less than this share of the time
-_DEAR = 0.85  # without a gain like this, no technique is added for speed alone
+_DEAR = 0.85  # share of the time; with a smaller gain, no technique is added for speed alone
 _FAR = 1.3  # times the limit; a job that needs more may not fit with all techniques together
-_LITTLE = 0.1  # share of an image's memory; smaller savings make no room for another
+_LITTLE = 0.1  # share of an image's memory; smaller savings do not allow a larger micro-batch
 
 _Names = tuple[str, ...]
 
@@ -37,10 +37,10 @@ class Fastest:
     def choice(self, tiers: Sequence[str], prefer: str = "exact") -> Optional[Choice]:
         """Find the fastest choice that fits; None if none does.
 
-        A job that fits is left as it is. Otherwise the fastest choice of the exact tier is taken,
-        if one fits. The tier "precision" is used if none does, or if the exact choice is slower
-        beyond the ranges of both times. Recipes change what is trained: they are used only if
-        nothing else fits, as many as needed, in the order of harm.
+        A job that fits is not changed. Otherwise the fastest choice of the exact tier is used, if
+        one fits. The tier "precision" is used if none does, or if the exact choice is slower and
+        the ranges of both times do not overlap. Recipes change what is trained. They are used only
+        if nothing else fits, as many as needed, the least harmful first.
 
         Args:
             prefer: "speed" lets the tiers "exact" and "precision" compete in predicted time alone.
@@ -75,7 +75,7 @@ class Fastest:
         return choice_of(self._that_run((), self._trials.usable(names), least), least)
 
     def _helpful(self, names: Iterable[str]) -> list[str]:
-        """The techniques that change what the job does, where that may decide whether it fits."""
+        """The techniques that change the job in a phase that may not fit."""
         trials = self._trials
         return [name for name in names if trials.can_decide(name) and trials.helps(name)]
 
@@ -103,7 +103,7 @@ class Fastest:
         return self._added_seconds(name) < (_WORTH_IT - 1) * self._few().seconds()
 
     def _with_some(self, lead: _Names, more: Sequence[str], least: int) -> Optional[Choice]:
-        """The fastest choice with all of ``lead``, and with some of ``more`` if they pay off."""
+        """The fastest choice with all of ``lead``, and with some of ``more`` if these help."""
         if not self._trials.runs(choice_of(lead, least)):
             return None
         fits = self._trials.fits(choice_of(lead, least))
@@ -121,7 +121,7 @@ class Fastest:
         return best
 
     def _rivals(self, best: Choice, more: Iterable[str]) -> Iterator[_Names]:
-        """Techniques that may allow larger micro-batches, and be faster for it."""
+        """Techniques that may allow larger, and so faster, micro-batches."""
         at_once_s, best_s = self._seconds_with(best.names, self._images), self._seconds(best)
         if at_once_s > _DEAR * best_s:
             return
@@ -153,7 +153,7 @@ class Fastest:
         return with_one if alone is not None and self._added_seconds(alone) < added else names
 
     def _may_fit_with(self, lead: _Names, more: Sequence[str], num_images: int) -> bool:
-        """Whether some of ``more`` may be enough. All are tried if ``lead`` needs far too much."""
+        """Whether some of ``more`` may be enough. If ``lead`` is far too large, all are tried."""
         if self._dry_job(lead, num_images).training_bytes() <= _FAR * self._trials.limit_bytes:
             return True
         with_all = self._that_run(lead, self._trials.usable(more), num_images)
@@ -164,7 +164,7 @@ class Fastest:
     ) -> Optional[str]:
         """The first technique that makes ``lead`` fit without others; None if none does.
 
-        It is tried where what it saves without ``lead`` would be enough.
+        A technique is tried only if the memory that it saves without ``lead`` would be enough.
         """
         needs = self._dry_job(lead, num_images).training_bytes()
         without = self._few().training_bytes()
@@ -240,7 +240,7 @@ class Fastest:
         return self._few(name).seconds() - self._few().seconds()
 
     def _few(self, *names: str) -> DryJob:
-        """The dry run with which a technique is compared, or that with it."""
+        """The dry run with which techniques are compared, or the one with some techniques."""
         return self._dry_job(names, self._trials.few)
 
     def _seconds(self, choice: Choice) -> float:

@@ -26,7 +26,7 @@ class Blocks:
         recomputed_bytes: change of ``bytes_at`` if a block is recomputed, [T, N].
         offloaded_bytes: change of ``bytes_at`` if a block is offloaded, [T, N].
         recompute_s: seconds of a block's forward, [N].
-        copy_s: seconds to copy what a block saves, [N]. Copies overlap with the computation.
+        copy_s: seconds to copy a block's activations, [N]. Copies overlap with the computation.
         fetch_s: seconds that offloading adds to the computation of the backward, [N].
         forward_s, backward_s: seconds of all computation.
         overlaps: pairs of positions of blocks within each other.
@@ -65,7 +65,7 @@ def pack(
 ) -> Optional[Packing]:
     """Find the fastest packing within a limit, by mixed-integer programming.
 
-    Of equally fast packings, it is the one with the fewest blocks. None if there is none.
+    Among equally fast packings, it has the fewest blocks. None if no packing fits.
 
     Args:
         recomputes, offloads: whether blocks may be recomputed or offloaded.

@@ -15,8 +15,8 @@ class PlanStep:
 
     Attributes:
         name: a technique, "smaller micro-batches", or "every technique" of a tier, if none fits.
-        tier: "exact", "precision" or "recipe"; "not known" for smaller micro-batches, whose losses
-            only a test can tell.
+        tier: "exact", "precision" or "recipe"; "not known" for smaller micro-batches, because only
+            a test can tell whether the losses allow them.
         settings: config keys and their new values.
         what: what it changes in training, for tiers other than exact.
         gb_before, gb_after: device memory of the process without and with this step; later steps
@@ -59,16 +59,16 @@ class Plan:
 
     Attributes:
         budget_gb: device memory for the whole process.
-        margin: share of the budget that is left free.
-        fits: whether the job may run. If not, the rest describes the smallest allowed plan.
+        margin: headroom, as a share of the budget.
+        fits: whether the job may run. If not, the other fields describe the smallest allowed plan.
         is_tight: whether it fits only if the margin is not needed.
         steps: steps in the order of the search.
         settings: settings of all steps.
         before, estimate: estimates without and with the plan.
         time_factor: predicted seconds per iteration with the plan over those without.
         time_range: range of ``time_factor``.
-        smallest_budget_gb: smallest budget that leaves the margin free, if this one does not.
-        least_budget_gb: budget below which the job cannot run, if this one leaves no margin.
+        smallest_budget_gb: smallest budget with the margin, if this one is too small for it.
+        least_budget_gb: budget below which the job cannot run, if this one has no margin.
         must_allow: tiers that would have to be allowed for this budget with its margin; empty if
             none would help.
         evaluation_decides: whether evaluation takes more of the device than training.

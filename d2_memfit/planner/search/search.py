@@ -36,7 +36,7 @@ _BY_TEST = (
     "what losses are divided by, unless that is declared. The test before the first window names "
     "such losses; d2-memfit doctor names them now"
 )
-_OF_BATCH_NORM = "the images that BatchNorm's statistics are of."
+_OF_BATCH_NORM = "the images in BatchNorm's statistics."
 
 
 def plan_memory(
@@ -58,9 +58,9 @@ def plan_memory(
 ) -> Plan:
     """Find the least harmful changes with which a job fits a budget.
 
-    A job that fits stays as it is. Else it is the fastest plan of the exact tier. Other tiers are
-    used as :meth:`Fastest.choice` says. Effective batch, learning rate and iterations do not
-    change.
+    A job that fits is not changed. Otherwise the plan is the fastest one of the exact tier. Other
+    tiers are used as :meth:`Fastest.choice` says. Effective batch, learning rate and iterations do
+    not change.
 
     Args:
         budget_gb: device memory for the whole process, in GB of 2^30 bytes.
@@ -68,8 +68,8 @@ def plan_memory(
         progress: called with a line for each dry run.
         cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates: as for
             :func:`~d2_memfit.planner.estimate_memory`.
-        cost_model: whether windows that must be cut are cut by predicted bytes.
-        prefer: "exact", or "speed" to take the plan that is predicted to be faster.
+        cost_model: whether windows are cut by predicted bytes, if they must be cut.
+        prefer: "exact", or "speed" for the plan that is predicted to be faster.
 
     Raises:
         ConfigError: a value cannot work, or the config's model cannot be built.
@@ -162,7 +162,7 @@ class Planner(Trials):
         return self.job.geometry.largest_micro_batch
 
     def _other(self, choice: Choice, fastest: Fastest, tiers: Sequence[str]) -> Optional[OtherPlan]:
-        """The exact plan if the choice is not exact, else the faster one; None without any."""
+        """The exact plan if the choice is not exact, else the faster plan; None without one."""
         is_exact = all(get_technique(name).tier == "exact" for name in choice.names)
         other = fastest.choice(tiers, "speed") if is_exact else fastest.choice(["exact"])
         if other is None or other == choice or "exact" not in tiers:
@@ -177,7 +177,7 @@ class Planner(Trials):
         )
 
     def _steps(self, choice: Choice, one_by_one: bool) -> tuple[PlanStep, ...]:
-        """A step for each technique, or for all of a tier: then no choice is tried for it alone."""
+        """One step per technique; or one per tier, which needs no dry run of each technique."""
         steps = []
         before = choice_of((), self._images)
         if choice.num_images < self._images:

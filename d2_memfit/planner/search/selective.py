@@ -11,16 +11,17 @@ from .trials import Choice, Trials, choice_of
 __all__ = ["BLOCKWISE", "with_best_blocks"]
 
 _CHECKPOINT, _OFFLOAD = BLOCKWISE = ("ActivationCheckpointing", "ActivationOffload")
-_WORTH_IT = 0.995  # share of the time; a smaller gain is within the prediction's error
-_DEAR = 0.85  # without a gain like this, no block is chosen for speed alone
+_WORTH_IT = 0.995  # share of the time; smaller gains are within the error of the prediction
+_DEAR = 0.85  # share of the time; with a smaller gain, no block is chosen for speed alone
 _MOST_TRIALS = 6  # packings tried per micro-batch size
 
 
 def with_best_blocks(
     trials: Trials, choice: Choice, sizes: Iterable[int], allowed: Sequence[str]
 ) -> Choice:
-    """A choice that fits, with the blocks that are recomputed or offloaded chosen one by one; or
-    the choice itself, where that is no faster.
+    """Choose the blocks that are recomputed or offloaded one by one, so that the choice fits.
+
+    The choice itself is returned if this is not faster.
 
     Args:
         sizes: of micro-batches that may be used.
@@ -52,7 +53,7 @@ def _blocks_in(choice: Choice) -> bool:
 def _fastest_blocks(
     trials: Trials, choice: Choice, num_images: int, allowed: Sequence[str], seconds: float
 ) -> Optional[Choice]:
-    """The fastest choice of blocks that takes less than ``seconds`` and fits; None if none."""
+    """The fastest choice of blocks that fits and takes less than ``seconds``; None without one."""
     names = [name for name in choice.names if name not in BLOCKWISE]
     plain = choice_of(names, num_images)
     likely_s = trials.interpolated_seconds(names, num_images)
@@ -61,7 +62,7 @@ def _fastest_blocks(
     dry_job = trials.dry_job(plain)
     blocks = blocks_of(dry_job.training, trials.device)
     allowed = [name for name in allowed if trials.helps(name)]
-    # Bytes that the timeline's tensors lack: context, workspaces, rounding, and model errors.
+    # Bytes that are not in the timeline's tensors: context, workspaces, rounding, model errors.
     others = dry_job.training_bytes() - blocks.bytes_at.max()
     best: Optional[Choice] = None
     reserve = 0.0

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Dry runs of a job with techniques, as tried by a plan."""
+"""The dry runs of a plan: a job with different techniques and micro-batch sizes."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ from ..estimates import DryJob, steps
 __all__ = ["Choice", "Trials", "choice_of", "preference"]
 
 _NO_LIMIT = 2**62
-_CLEARLY = 0.9  # of a limit: less than this fits in it, memory between blocks included
+_CLEARLY = 0.9  # of a limit; less memory than this fits, including memory between blocks
 
 # In each tier, the least costly or harmful comes first; users' techniques come last.
 _ORDER = {
@@ -81,13 +81,13 @@ class Trials:
         job: the job to which choices are applied.
         device: the device to predict for.
         run_job: the class of its dry runs.
-        evaluates: whether evaluation counts, or training alone.
+        evaluates: whether to include evaluation, or training alone.
         progress: called with a line for each dry run, and for each technique left out.
 
     Attributes:
         limit_bytes: device memory within which a choice must fit; no limit at first.
-        budget_bytes: memory within which the allocator must never have to give its cache back.
-            Each iteration would give it back, and recovery then takes smaller micro-batches.
+        budget_bytes: memory within which the allocator must never have to return its cache. It
+            would do so in each iteration, and recovery would then halve the micro-batches.
         left_out: techniques with which the job does not run, and why; a line each.
     """
 
@@ -173,7 +173,7 @@ class Trials:
         return self.dry_job(with_it).trace != self.dry_job(without).trace
 
     def can_decide(self, name: str) -> bool:
-        """Whether a technique may be needed: the only phase that it helps, if any, may not fit."""
+        """Whether a technique may be needed. One for a single phase is not if that phase fits."""
         phase, without = get_technique(name).only_phase, self.dry_job(choice_of((), self.few))
         return not phase or without.phase_bytes(phase) > _CLEARLY * self.limit_bytes
 
@@ -229,7 +229,7 @@ class Trials:
 
     @cached_property
     def few(self) -> int:
-        """Images with which techniques are compared: as few as exact plans may have."""
+        """Images with which techniques are compared: the fewest that an exact plan may use."""
         return 1 if self.micro_batch_tier == "exact" else self.job.geometry.largest_micro_batch
 
     @property
@@ -263,7 +263,7 @@ class Trials:
         return True
 
     def is_usable(self, name: str) -> bool:
-        """Whether a technique can be turned on here, as far as its settings tell."""
+        """Whether a technique can be turned on here, according to its settings."""
         if name not in self._usable:
             self._usable[name] = self._can_turn_on(name)
         return self._usable[name]

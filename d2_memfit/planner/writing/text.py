@@ -14,7 +14,7 @@ _EVALUATION_DECIDES = (
     "or DATASETS.TEST ()"
 )
 
-_FASTER = "Predicted to be faster, with other rounding (--prefer speed)"
+_FASTER = "Predicted to be faster, with different rounding (--prefer speed)"
 
 __all__ = [
     "describe_batch",
@@ -27,14 +27,14 @@ __all__ = [
 
 
 def describe_batch(estimate: MemoryEstimate) -> list[str]:
-    """Lines about the largest batch, about what is not known of it, and about the range."""
+    """Lines about the largest batch, its unknowns, and the range of the estimate."""
     e = estimate
     height, width = e.image_size
     known = e.num_instances is not None
     objects = f", {e.num_instances} instances in the most crowded" if known else ""
     lines = [
-        f"Each iteration: {e.images_per_gpu} images per {_unit(e)} x {e.accumulation_steps} steps, "
-        f"{e.micro_batch_size} at a time",
+        f"Each iteration: {e.images_per_gpu * e.accumulation_steps} images per {_unit(e)}, "
+        f"in micro-batches of {e.micro_batch_size}",
         f"The largest images: {height} x {width} pixels{objects}",
         *(f"Assumed: {line}" for line in e.assumptions),
         *(f"At least: {line}" for line in e.at_least),
@@ -43,18 +43,18 @@ def describe_batch(estimate: MemoryEstimate) -> list[str]:
 
 
 def _range(e: MemoryEstimate) -> list[str]:
-    """Lines about the interval of the memory, its sources, and a typical batch."""
+    """Lines about the range of the memory, its parts, and a typical batch."""
     (low, high), (device_low, device_high) = e.range_gb, e.device_range_gb
     ends = [f"{source} -{below:.2f} +{above:.2f}" for source, (below, above) in e.widths.items()]
     lines = [
         f"Range: {low:.2f} to {high:.2f} GB allocated in training, {device_low:.2f} to "
         f"{device_high:.2f} GB of the device",
-        f"Sources of its width: {', '.join(ends)} GB",
+        f"Parts of the range: {', '.join(ends)} GB",
     ]
     if e.typical_gb is not None:
         lines.append(
-            f"Typical: {e.typical_gb:.2f} GB allocated, with {e.typical_instances} instances in "
-            "each image, their mean"
+            f"Typical: {e.typical_gb:.2f} GB allocated, with the mean of {e.typical_instances} "
+            "instances in each image"
         )
     return lines
 
@@ -85,17 +85,17 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
         "",
         _table(list(e.breakdown.items()), ["at the peak in training", "GB"]),
         "",
-        _table(list(e.outside.items()), ["beside what is allocated", "GB"]),
+        _table(list(e.outside.items()), ["in addition to peak allocated", "GB"]),
     ]
     return "\n".join(lines)
 
 
 def describe_plan(plan: Plan) -> str:
-    free = "which is tight" if plan.is_tight else f"{plan.margin:.0%} of it left free"
+    headroom = "which is tight" if plan.is_tight else f"with {plan.margin:.0%} headroom"
     needs = "may need" if plan.is_tight else "needs"
     lines = [
         *_verdict(plan),
-        f"Budget: {plan.budget_gb:.4g} GB, {free}. It {needs} {_needs(plan)}.",
+        f"Budget: {plan.budget_gb:.4g} GB, {headroom}. The job {needs} {_needs(plan)}.",
     ]
     if plan.steps:
         rows = [
@@ -118,10 +118,10 @@ def describe_plan(plan: Plan) -> str:
     e = plan.estimate
     lines += [
         "",
-        f"Time of an iteration, predicted: x {in_words(plan.time_range)}",
+        f"Predicted time of an iteration: x {in_words(plan.time_range)}",
         f"SOLVER.IMS_PER_BATCH {e.images_per_gpu * e.num_gpus} x SOLVER.ACCUMULATION_STEPS "
         f"{e.accumulation_steps}, as before",
-        f"Host: {e.num_workers} workers of the loader on each rank, about {e.host_gb:.1f} GB",
+        f"Host: {e.num_workers} loader workers on each rank, about {e.host_gb:.1f} GB of RAM",
         "",
         describe_estimate(e),
     ]
@@ -131,7 +131,7 @@ def describe_plan(plan: Plan) -> str:
 
 
 def _verdict(plan: Plan) -> list[str]:
-    """The lines that come before all else: that the plan does not fit, or may not."""
+    """The first lines, if the plan does not fit, or may not fit."""
     if not plan.fits:
         return [why_it_does_not_fit(plan), ""]
     if plan.is_tight:
@@ -148,11 +148,11 @@ def why_it_does_not_fit(plan: Plan) -> str:
 
 
 def why_it_is_tight(plan: Plan) -> str:
-    """A line about a budget that does not leave the margin free."""
+    """A line about a budget that does not leave the margin as headroom."""
     return (
-        f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g} is tight: the job may run, and less than "
-        f"{plan.margin:.0%} is left free for what is not known. {_if_it_does_not_fit(plan)}. "
-        f"{plan.smallest_budget_gb:.2f} GB leave as much{_unless(plan)}"
+        f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g} is tight: the job may run, but with less than "
+        f"{plan.margin:.0%} headroom for what is not known. {_if_it_does_not_fit(plan)}. "
+        f"{plan.smallest_budget_gb:.2f} GB would leave this headroom{_unless(plan)}"
     )
 
 
@@ -164,7 +164,7 @@ def _unless(plan: Plan) -> str:
 def _needs(plan: Plan) -> str:
     before, after = plan.before.device_total_gb, plan.estimate.device_total_gb
     at_least = "at least " if plan.estimate.at_least else ""
-    without = f", without the plan {before:.2f} GB" if plan.steps else ""
+    without = f"; without the plan, {before:.2f} GB" if plan.steps else ""
     other = plan.before.other_segments_gb
     if plan.steps and other is not None and plan.before.expandable_segments:
         without += f" ({other:.2f} GB with PyTorch's default segments)"
@@ -173,14 +173,14 @@ def _needs(plan: Plan) -> str:
 
 def _no_room(plan: Plan) -> str:
     return (
-        "The plan leaves no room for what is not known, in the lines At least. "
+        "The plan has no headroom for what is not known: see the lines that begin with At least. "
         f"{_if_it_does_not_fit(plan)}"
     )
 
 
 def _if_it_does_not_fit(plan: Plan) -> str:
     recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
-    what = "images that need more run again in smaller parts" if recovers else "the run then ends"
+    what = "images that need more run again in smaller pieces" if recovers else "the run ends"
     return f"If that does not fit, {what}"
 
 
@@ -197,13 +197,13 @@ def _allocator(estimate: MemoryEstimate) -> list[str]:
     """A line about the segments of PyTorch's allocator, with both kinds side by side."""
     if estimate.expandable_segments is None:
         return []
-    kind, other = "of PyTorch's default", "expandable, as under a budget"
+    kind, other = "PyTorch's default", "expandable segments, as under a budget"
     if estimate.expandable_segments:
-        kind, other = "expandable", "of PyTorch's default"
+        kind, other = "expandable", "PyTorch's default"
     line = f"Segments of the allocator: {kind}"
     if estimate.other_segments_gb is None:
         return [line]
-    return [f"{line}. If they are {other}: {estimate.other_segments_gb:.2f} GB of the device"]
+    return [f"{line}. With {other}: {estimate.other_segments_gb:.2f} GB of the device"]
 
 
 def describe_settings(settings: dict[str, Any]) -> str:

@@ -59,17 +59,17 @@ class ModuleState:
       Python, NumPy and PyTorch, tensors up to 1 MiB, and the attributes of other objects.
     - The tensors in ``changed``.
 
-    A part with the methods ``save_for_retry()`` and ``restore_for_retry(state)`` keeps its plain
-    attributes itself. An attribute that leads to a tensor with a graph is not state, and is left
-    alone.
+    A part with the methods ``save_for_retry()`` and ``restore_for_retry(state)`` saves its plain
+    attributes itself. An attribute that leads to a tensor with a graph is not state, and is not
+    saved.
 
     Args:
         changed: parameters, or large tensors among the attributes, that forwards change.
-        last: an earlier state of this module. What is as it was then is not copied again: constants
-            that are the same, and tensors that have the same version in PyTorch. Each of these is
-            compared with its copy in the 1st, 2nd, 4th, 8th, ... state that follows another. One
-            that changes without a new version, as through ``.data``, is always copied from then on.
-            Batch normalisation's running statistics are, too.
+        last: an earlier state of this module. Unchanged values are not copied again: equal
+            constants, and tensors with the same version in PyTorch. In the 1st, 2nd, 4th, 8th, ...
+            state that follows another, these tensors are compared with their copies. A tensor that
+            changes without a new version, as through ``.data``, is always copied from then on. So
+            are batch normalisation's running statistics.
 
     Attributes:
         modules: all parts, including those that only plain attributes lead to, such as in a list.
@@ -223,7 +223,7 @@ class _SavedModule:
     Attributes:
         is_constant: whether the attributes are constants, so that they only change as a whole.
         changes_unseen: whether forwards change its buffers without a new version.
-        tensors: are to be copied.
+        tensors: the tensors to copy.
         modules: those that only a plain attribute leads to, and their parts.
     """
 

@@ -149,7 +149,7 @@ def momentum(checkpoint):
         ),
         (
             lambda c: momentum(c)["param_groups"].append({"params": [1]}),
-            r"optimizer has groups of \[1, 1\] parameters, and that of this run of \[1\]",
+            r"optimizer has groups of \[1, 1\] parameters, but this run's has \[1\]",
         ),
         (
             lambda c: momentum(c)["state"][0].update(momentum_buffer=torch.ones(9)),
@@ -200,7 +200,7 @@ def test_a_failed_save_removes_no_older_checkpoint_and_training_goes_on(tmp_path
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
     file = tmp_path / "model_0000002.pth"
     assert f"cannot save the checkpoint {file} ([Errno 21] Is a directory" in log.text
-    assert "Training goes on; the last checkpoint is" in log.text
+    assert "Training continues; the last checkpoint is" in log.text
 
 
 def test_the_last_save_of_a_run_must_not_fail(tmp_path):
@@ -332,7 +332,7 @@ def test_an_older_last_checkpoint_is_said_and_taken_only_if_it_was_written_later
     (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
     age(tmp_path / ("last_checkpoint" if is_stale else "model_0000002.pth"), 3600)
     assert resumed(tmp_path, size=50)[1] == iteration
-    assert "model_0000002.pth is of a later iteration" in log.text
+    assert "model_0000002.pth is from a later iteration" in log.text
     assert f"Resuming from {tmp_path}/model_000000{iteration}.pth instead" in log.text
 
 

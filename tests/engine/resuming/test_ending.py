@@ -412,7 +412,7 @@ def test_a_step_of_a_project_s_own_that_fails_halfway_is_not_saved(coins, tmp_pa
     cfg = coins_cfg(tmp_path, "retinanet", **plain)
     run_until(cfg, 3, own_step, Injected)
     assert not (tmp_path / "last_checkpoint").exists()
-    assert "how far this trainer's own run_step was is not known" in log.text
+    assert "this trainer's own run_step does not tell how much of the step is done" in log.text
 
 
 def test_a_half_done_step_is_not_saved(coins, tmp_path, log):
@@ -485,7 +485,7 @@ def test_a_folder_that_is_removed_is_made_again_for_the_save(tmp_path, log, has_
     with pytest.raises(SystemExit if has_room else CheckpointError, match=r"143|File exists"):
         trainer.train(0, 10)
     if has_room:
-        assert "was removed, and is made again" in log.text
+        assert "was removed, and is created again" in log.text
         assert resumed(folder, size=50)[1] == 3
 
 

@@ -69,7 +69,7 @@ def test_what_the_mapper_did_not_make(run):
     line = line_of(run)
     assert "--trainer MODULE:CLASS" in line
     assert "--batch MODULE:FUNCTION" in line
-    assert line.endswith("the dataset has to be there")
+    assert line.endswith("the dataset must exist")
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,8 @@ def test_other_proposals_are_left_alone_and_that_is_said(case):
                 model(batch)
     name = type(model.proposal_generator).__name__
     assert set(noted) == {
-        f"The proposals of {name} are as the model makes them in a dry run; an image may have "
-        "more, and need more"
+        f"The proposals of {name} are those of a dry run; a real image may have "
+        "more, and need more memory"
     }
     if case == "no limit":
         assert [len(p) for p in calls[0][2]] == [0, 1]

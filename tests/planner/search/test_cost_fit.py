@@ -119,7 +119,7 @@ def test_there_is_none_where_nothing_is_cut_or_batch_norm_would_change():
     trains = cfg_of("COCO-Detection/retinanet_R_50_FPN_1x.yaml", "MODEL.RESNETS.NORM", "BN")
     trains.MEMFIT.MICRO_BATCH = 1
     assert plan_of(trains, lines, allow=["exact", "precision"]).cost_model == ""
-    assert "No cost model: BatchNorm's statistics are of the images of a micro-batch" in lines
+    assert "No cost model: BatchNorm is trained on micro-batches" in lines
 
 
 def test_a_batch_that_is_no_list_of_dataset_dicts_is_an_error():

@@ -248,7 +248,7 @@ def test_with_batch_norm_smaller_micro_batches_are_another_recipe():
     assert "smaller micro-batches" not in [s.name for s in p.steps]
     p = plan(cfg, needed_gb - 0.05, batch=SMALL, allow=["recipe"])
     assert (p.steps[0].name, p.steps[0].tier) == ("smaller micro-batches", "recipe")
-    assert p.steps[0].what == "the images that BatchNorm's statistics are of."
+    assert p.steps[0].what == "the images in BatchNorm's statistics."
 
 
 def test_a_users_case_is_what_is_planned_for(mask):
