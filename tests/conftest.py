@@ -51,6 +51,19 @@ def no_tiny_numbers():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def seeds_without_stacks():
+    """For each kind of device that is not used yet, torch.manual_seed formats the stack: of pytest
+    it has 60 frames, and that takes as long as a step of a small model.
+    """
+    import torch
+
+    for name in ("cuda", "xpu", "mtia"):
+        device = getattr(torch, name, None)  # older releases have fewer of them
+        if device is not None and not device.is_available():
+            device.manual_seed_all = lambda seed: None
+
+
+@pytest.fixture(scope="session", autouse=True)
 def imports_are_frozen():
     """Each release of memory calls gc.collect(), which would look through all that was imported."""
     gc.collect()
