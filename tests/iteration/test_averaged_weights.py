@@ -89,7 +89,7 @@ def test_each_optimizer_step_updates_it_once():
 
 def test_a_window_that_is_run_again_counts_once():
     trainer = trainer_of(trainer_class=InjectedTrainer, recovery=RecoveryOptions())
-    trainer.injector = Injector({400})  # in the first backward
+    trainer.injector = Injector({700})  # in the first backward
     check_average(trainer)
     assert trainer.cutter.images == 1
 
