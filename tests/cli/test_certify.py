@@ -26,6 +26,7 @@ def run(*words):
     return run_forked("-m", "d2_memfit", *words)
 
 
+@pytest.mark.slow
 def test_the_next_command_trains_with_the_certificate(plan, tmp_path):
     file, coco = plan
     written = ["--output", tmp_path / "c.pt"]

@@ -415,6 +415,7 @@ def test_a_step_of_a_project_s_own_that_fails_halfway_is_not_saved(coins, tmp_pa
     assert "how far this trainer's own run_step was is not known" in log.text
 
 
+@pytest.mark.slow
 def test_a_half_done_step_is_not_saved(coins, tmp_path, log):
     cfg = coins_cfg(tmp_path, "retinanet", **{"SOLVER.CHECKPOINT_PERIOD": 2})
     run_until(cfg, 3, in_the_step, Injected)
@@ -422,6 +423,7 @@ def test_a_half_done_step_is_not_saved(coins, tmp_path, log):
     assert "Injected ended the run in iteration 3. Its state is not saved: the opt" in log.text
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_not_saved(coins, tmp_path, log):
     def spoil(trainer, now):
         weight = next(p for p in trainer.model.parameters() if p.requires_grad)
