@@ -7,6 +7,8 @@ import pytest
 from forks import run_forked
 from resumed import coins_cfg
 
+pytestmark = pytest.mark.slow
+
 SUMS = [[6e10, 0.0, 1.5e5, 1e7, 0.0, 0.0]]
 
 
@@ -26,7 +28,6 @@ def run(*words):
     return run_forked("-m", "d2_memfit", *words)
 
 
-@pytest.mark.slow
 def test_the_next_command_trains_with_the_certificate(plan, tmp_path):
     file, coco = plan
     written = ["--output", tmp_path / "c.pt"]

@@ -87,7 +87,7 @@ def test_forwards_that_recovery_has_undone_do_not_count(log):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
 def test_models_without_counters_are_not_named(family, log):
-    cfg = tiny_cfg(family)
+    cfg = tiny_cfg(family, fpn=False)
     cfg.MODEL.RESNETS.NORM = "BN"
     model = tiny_model(cfg)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
