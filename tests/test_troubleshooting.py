@@ -135,6 +135,7 @@ def found():
     return [(str(file), text, pattern(template(text))) for file, text in messages()]
 
 
+@pytest.mark.slow
 def test_every_message_has_a_row(found):
     wanted = {(f, p) for f, _, p in found if p and p not in map(pattern, INTERNAL)}
     missing = [x for x in sorted(wanted) if not any(re.search(x[1], e) for e in ENTRIES)]
@@ -144,6 +145,7 @@ def test_every_message_has_a_row(found):
     )
 
 
+@pytest.mark.slow
 def test_every_row_is_of_a_message(found):
     texts = [p for *_, p in found if p]
     stale = [e for e in ENTRIES if not any(re.search(text, e) for text in texts)]

@@ -120,6 +120,7 @@ def accepted(monkeypatch):
         MetadataCatalog.remove(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_what_is_written_is_what_train_takes(tmp_path, capsys, accepted, dataset):
     write, options, parts, recipe = DATASETS[dataset]
@@ -209,6 +210,7 @@ def test_codes_are_trained_on_as_bit_masks(tmp_path):
     assert (conversion.config, conversion.opts) == (MASKS, ["INPUT.MASK_FORMAT", "bitmask"])
 
 
+@pytest.mark.slow
 def test_a_crowd_that_training_cannot_compare_is_refused(tmp_path):
     row = box_row(8, 8, 16, 16)
     write_yolo(tmp_path / "in", [row] * 50_001)

@@ -110,6 +110,7 @@ def test_the_keys_of_detectron2_are_in_the_same_list():
     ]
 
 
+@pytest.mark.slow
 def test_a_projects_trainer_may_have_other_choices(coins, tmp_path):
     class Trainer(train.Trainer):
         pass

@@ -21,7 +21,7 @@ def hooks_of(cfg):
 
 def monitors(key, value):
     """The hooks that a key turns on."""
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     default = hooks_of(cfg)
     cfg.MEMFIT.MONITOR[key] = value
     check_settings(cfg)
@@ -29,7 +29,7 @@ def monitors(key, value):
 
 
 def test_none_is_on_by_default():
-    assert hooks_of(tiny_cfg("mask_rcnn")) == [GatherStates, PeakRecorder]
+    assert hooks_of(tiny_cfg("mask_rcnn", fpn=False)) == [GatherStates, PeakRecorder]
 
 
 @pytest.mark.parametrize("key", KEYS)
