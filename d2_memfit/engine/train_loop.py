@@ -340,7 +340,7 @@ class AccumulatingTrainer(ResumableTrainer):
         has_images = any("image" in image for image in dataset_dicts(micro_batch.data))
         if is_mixed and has_images and comm.get_world_size() == 1:  # a forward may communicate
             in_float32 = partial(self._losses, model, micro_batch.batch)
-        return likely_cause(model.parameters(), micro_batch.data, in_float32)
+        return likely_cause(model, micro_batch.data, in_float32)
 
     def _end_step(self, reports: list[RankReport]) -> None:
         """The iteration's state is whole: from here on, a checkpoint may have it."""
