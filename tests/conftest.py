@@ -3,6 +3,7 @@ import gc
 import itertools
 import logging
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -34,6 +35,14 @@ for folder in (
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
 
 
+def pytest_ignore_collect(collection_path, config):
+    """`make quick` does not even import the files whose tests are all slow."""
+    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return bool(re.search(r"^pytestmark = .*mark\.(slow|long)\b", text, re.MULTILINE)) or None
+
+
 @pytest.hookimpl(tryfirst=True)  # before options select tests by their markers
 def pytest_collection_modifyitems(items):
     """Ranks start slowly: `make quick` starts none."""
@@ -48,6 +57,19 @@ def no_tiny_numbers():
     import torch
 
     torch.set_flush_denormal(True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def seeds_without_stacks():
+    """For each kind of device that is not used yet, torch.manual_seed formats the stack: of pytest
+    it has 60 frames, and that takes as long as a step of a small model.
+    """
+    import torch
+
+    for name in ("cuda", "xpu", "mtia"):
+        device = getattr(torch, name, None)  # older releases have fewer of them
+        if device is not None and not device.is_available():
+            device.manual_seed_all = lambda seed: None
 
 
 @pytest.fixture(scope="session", autouse=True)

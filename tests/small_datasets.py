@@ -28,20 +28,20 @@ def box_row(x, y, w, h, number=0, size=SIZE):
     return row_of([[x + w / 2, y + h / 2], [w, h]], number, size)
 
 
-def write_yolo(folder, rows=None, parts=("train", "val"), **data):
-    """A folder of YOLO with an image for each part.
+def write_yolo(folder, rows=None, splits=("train", "val"), **data):
+    """A folder of YOLO with an image for each split.
 
     Args:
-        rows: lines of the label file in the part train; None is two boxes.
+        rows: lines of the label file in the split train; None is two boxes.
         data: entries of data.yaml.
     """
     rows = [box_row(8, 8, 16, 16), box_row(30, 10, 20, 12, 1)] if rows is None else rows
-    for part in parts:
-        save_image(folder / part / "images" / f"{part}.jpg")
-        labels = folder / part / "labels"
+    for split in splits:
+        save_image(folder / split / "images" / f"{split}.jpg")
+        labels = folder / split / "labels"
         labels.mkdir()
-        (labels / f"{part}.txt").write_text("\n".join(rows if part == "train" else rows[:2]))
-    data = {**{part: f"{part}/images" for part in parts}, "names": ["coin", "ring"], **data}
+        (labels / f"{split}.txt").write_text("\n".join(rows if split == "train" else rows[:2]))
+    data = {**{split: f"{split}/images" for split in splits}, "names": ["coin", "ring"], **data}
     (folder / "data.yaml").write_text(json.dumps(data))  # which is YAML too
     return folder
 

@@ -633,16 +633,16 @@ BOMB = b'<!DOCTYPE a [<!ENTITY b "ha">' + ENTITIES + b"]><annotation>&h;</annota
 # Datasets to convert, options, and what is said. Rows and objects of which a few are wrong are in
 # tests/data/test_label_files.py.
 CONVERT = {
-    "no such folder": (lambda folder: folder / "no", "", "/no has neither a data.yaml with parts"),
+    "no such folder": (lambda folder: folder / "no", "", "/no has neither a data.yaml with splits"),
     "an empty folder": (
         nothing,
         "",
-        "neither a data.yaml with parts (YOLO) nor .xml files (Pascal",
+        "neither a data.yaml with splits (YOLO) nor .xml files (Pascal",
     ),
     "a folder of images alone": (
         lambda folder: [save_image(folder / "1.jpg"), folder][1],
         "",
-        "neither a data.yaml with parts (YOLO) nor .xml files (Pascal VOC) nor folders with _anno",
+        "neither a data.yaml with splits (YOLO) nor .xml files (Pascal VOC) nor folders with _anno",
     ),
     "an image": (
         lambda folder: [save_image(folder / "1.jpg"), folder / "1.jpg"][1],
@@ -667,8 +667,8 @@ CONVERT = {
         "",
         "out: {folder}/train/labels/train.txt, line 1 (names has no c",
     ),
-    "no part of YOLO": (yolo(train=None, val=None), "", "neither a data.yaml with parts (YOLO)"),
-    "no part train": (yolo(train=None), "", "{folder} must have one part train, but has val"),
+    "no split of YOLO": (yolo(train=None, val=None), "", "neither a data.yaml with splits (YOLO)"),
+    "no split train": (yolo(train=None), "", "{folder} must have one split train, but has val"),
     "a part of a number": (yolo(train=7), "", "there is no folder or list of images 7)"),
     "a part of a mapping": (yolo(train={"a": 1}), "", "no folder or list of images {{'a': 1}})"),
     "a folder that is not there": (yolo(train="no/images"), "", "list of images no/images)"),
@@ -691,7 +691,7 @@ CONVERT = {
     "an empty list of images": (
         lambda folder: [write_yolo(folder, val="l.txt"), (folder / "l.txt").touch(), folder][-1],
         "",
-        "the part val of the dataset has no images",
+        "the split val of the dataset has no images",
     ),
     "keypoints": (
         yolo(kpt_shape=[17, 3]),
@@ -741,19 +741,19 @@ CONVERT = {
     "an empty list of ids": (
         voc(train=[0, 1], val=[]),
         "",
-        "the part val of the dataset has no im",
+        "the split val of the dataset has no im",
     ),
     "lists without train": (
         voc(val=[0], test=[1]),
         "",
-        "must have one part train, but has val, te",
+        "must have one split train, but has val, te",
     ),
     "two parts val": (
         roboflow("train", "val", "valid"),
         "",
-        "one part train, but has train, val, v",
+        "one split train, but has train, val, v",
     ),
-    "Roboflow without train": (roboflow("valid"), "", "must have one part train, but has val"),
+    "Roboflow without train": (roboflow("valid"), "", "must have one split train, but has val"),
     "COCO without images": (
         coco(lambda c: c.pop("images")),
         "",
@@ -770,17 +770,29 @@ CONVERT = {
         "val cannot be evaluated: 2 annotations in {output}/val.json have no area or no iscrowd",
     ),
     "COCO with boxes elsewhere": (coco(far_away), "", "10 of 10 boxes exceed their image. Detect"),
-    "hold out nothing": (coco(), "--hold-out 0", "--hold-out 0 of 10 images leaves a part without"),
-    "hold out all": (coco(), "--hold-out 1", "--hold-out 1 of 10 images leaves a part without im"),
+    "hold out nothing": (
+        coco(),
+        "--hold-out 0",
+        "--hold-out 0 of 10 images leaves a split with",
+    ),
+    "hold out all": (coco(), "--hold-out 1", "--hold-out 1 of 10 images leaves a split with"),
     "hold out less than nothing": (
         coco(),
         "--hold-out=-0.2",
         "--hold-out -0.2 of 10 images leaves",
     ),
-    "hold out NaN": (coco(), "--hold-out nan", "--hold-out nan of 10 images leaves a part without"),
+    "hold out NaN": (
+        coco(),
+        "--hold-out nan",
+        "--hold-out nan of 10 images leaves a split with",
+    ),
     "hold out half an image": (coco(), "--hold-out 0.05", "--hold-out 0.05 of 10 images leaves a"),
     "hold out of one image": (coco(number=1), "--hold-out 0.5", "--hold-out 0.5 of 1 images leave"),
-    "hold out where val is": (yolo(), "--hold-out 0.2", "{folder} already has a part val. Leave t"),
+    "hold out where val is": (
+        yolo(),
+        "--hold-out 0.2",
+        "{folder} already has a split val. Leave t",
+    ),
     "output is a file": (
         yolo(),
         "--output {folder}/data.yaml",

@@ -92,7 +92,7 @@ ROWS = {
     "plot {d}/metrics_folder": "metrics_folder/metrics.json cannot be read (it is a folder)",
     "convert --input {d}/yolo_pipe": f"{{d}}/yolo_pipe/data.yaml {PIPE}",
     "convert --input {d}/list_pipe": "there is no folder or list of images list.txt",
-    "convert --input {d}/pipe.yaml": "pipe.yaml has neither a data.yaml with parts (YOLO) nor",
+    "convert --input {d}/pipe.yaml": "pipe.yaml has neither a data.yaml with splits (YOLO) nor",
     "convert --input {d}/label_pipe": f"label_pipe/labels/a.txt {PIPE}",
     "convert --input {d}/image_pipe": f"image_pipe/images/b.png {PIPE}",
     "convert --input {d}/voc_pipe": f"voc_pipe/train/a.xml {PIPE}",

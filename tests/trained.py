@@ -7,9 +7,9 @@ from tiny import tiny_cfg, tiny_model
 __all__ = ["save_trained"]
 
 
-def save_trained(folder, family="mask_rcnn", **keys):
+def save_trained(folder, family="mask_rcnn", fpn=False, **keys):
     """A config and random weights, as a training leaves them; every score is a detection."""
-    cfg = tiny_cfg(family, image_size=128)
+    cfg = tiny_cfg(family, image_size=128, fpn=fpn)
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = cfg.MODEL.RETINANET.SCORE_THRESH_TEST = 0.0
     cfg.TEST.DETECTIONS_PER_IMAGE = 10
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("not_registered_here",), ()

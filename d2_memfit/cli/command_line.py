@@ -175,11 +175,11 @@ def _add_certify_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the file that train --certificate takes (default: certificate.pt)",
     )
-    parser.set_defaults(json=False)
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a job and its largest batch."""
+    parser.set_defaults(json=False)  # for commands without --json
     parser.add_argument(
         "--num-gpus", type=int, default=1, help="number of GPUs that train together (default: 1)"
     )

@@ -57,7 +57,6 @@ _UNWELL = 3
 
 
 def _examine(args: argparse.Namespace) -> None:
-    args.json = False
     job, trainer = _job_and_trainer(args)
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     is_well = True

@@ -40,7 +40,7 @@ from ..inference import WholeModelCheckpointer
 from ..memory import use_expandable_segments
 from ..planner import fit_config
 from ..settings import Precision, check_settings
-from ..settings.detectron2_keys import DETECTRON2_RULES, RULES_FOR_PROJECTS
+from ..settings.detectron2_keys import CHECKS_FOR_PROJECTS, DETECTRON2_CHECKS
 from . import train_lazy
 from .command_line import add_card_and_coco_options
 from .next_step import after_training
@@ -129,13 +129,13 @@ def prepare(
     recipe = load_cfg(args.config_file, (), add_keys)
     ranks = world_size(args.num_gpus, args.num_machines)
     trains = not args.eval_only
-    rules = DETECTRON2_RULES if trainer is Trainer else RULES_FOR_PROJECTS
+    checks = DETECTRON2_CHECKS if trainer is Trainer else CHECKS_FOR_PROJECTS
     cfg, settings = with_data(
         recipe,
         args.coco,
         args.config_file,
         opts,
-        lambda cfg: check_settings(cfg, ranks, rules, trains),
+        lambda cfg: check_settings(cfg, ranks, checks, trains),
         eval_only=args.eval_only,
         reads_images=True,
         keeps=ranks == 1,

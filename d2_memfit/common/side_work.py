@@ -3,11 +3,12 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
+from ..compat.pytorch import default_group_answered
 from .random_state import RandomState
 
 __all__ = ["alone", "no_information", "unchanged_random_state"]
@@ -21,15 +22,8 @@ def alone() -> Iterator[None]:
 
     So Detectron2's loaders and the criteria of models do not wait for other ranks.
     """
-    if not dist.is_available():
+    with default_group_answered(lambda group: None) if dist.is_available() else nullcontext():
         yield
-        return
-    group = dist.GroupMember.WORLD
-    dist.GroupMember.WORLD = None
-    try:
-        yield
-    finally:
-        dist.GroupMember.WORLD = group
 
 
 @contextmanager

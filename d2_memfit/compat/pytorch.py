@@ -4,7 +4,8 @@
 PyTorch may rename them in any release. ``tests/compat/test_pytorch.py`` tests each name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
@@ -31,6 +32,7 @@ __all__ = [
     "clear_cublas_workspaces",
     "constructors",
     "cross_entropy_owner",
+    "default_group_answered",
     "default_store",
     "dump_memory_snapshot",
     "has_communication_hooks",
@@ -139,6 +141,29 @@ def know_as_builtin(function: Any, original: Any) -> None:
 def has_communication_hooks(model: DistributedDataParallel) -> bool:
     """Whether the user has registered communication hooks, such as fp16_compression."""
     return bool(model._comm_hooks)
+
+
+@contextmanager
+def default_group_answered(answer: Callable[[Any], Any]) -> Iterator[None]:
+    """While open, code that asks torch.distributed for its default group gets another answer.
+
+    All questions, such as ``dist.is_initialized()`` and ``dist.get_rank()``, end at the property
+    ``WORLD`` of ``GroupMember``'s metaclass. In a PyTorch without it, they get the true answer.
+
+    Args:
+        answer: called with the group, or None if there is none; returns the group to tell of.
+    """
+    owner: Any = type(dist.GroupMember)
+    world: Any = vars(owner).get("WORLD")
+    if not isinstance(world, property):
+        yield
+        return
+    ask: Any = world.fget
+    owner.WORLD = property(lambda cls: answer(ask(cls)), world.fset)
+    try:
+        yield
+    finally:
+        owner.WORLD = world
 
 
 def default_store() -> "dist.Store":

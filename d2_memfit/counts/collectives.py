@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..common.patching import replaced_functions
+from ..compat.pytorch import default_group_answered
 
 __all__ = [
     "Collective",
@@ -155,17 +156,13 @@ class PretendedRanks:
         """While open, code that asks is told that there are two ranks, and that it is rank 0."""
         pretended = dist.ProcessGroup(0, self.NUM_RANKS)  # type: ignore[call-arg, arg-type]
 
-        def told(original: Any) -> property:
-            def get(group_member: Any) -> Any:
-                # Often a helper, is_dist_avail_and_initialized(), and the code that calls it.
-                askers = {_name(frame.f_code) for frame in islice(_callers(), 2)}
-                self._asked |= askers
-                return original.fget(group_member) if askers & self.spared else pretended
+        def answer(group: Any) -> Any:
+            # Often a helper, is_dist_avail_and_initialized(), and the code that calls it.
+            askers = {_name(frame.f_code) for frame in islice(_callers(), 2)}
+            self._asked |= askers
+            return group if askers & self.spared else pretended
 
-            return property(get, original.fset)
-
-        # All questions to torch.distributed end at the attribute WORLD of this class.
-        with replaced_functions([type(dist.GroupMember)], {"WORLD": told}):
+        with default_group_answered(answer):
             yield
 
     def spare(self, error: BaseException) -> bool:

@@ -16,7 +16,7 @@ from .annotations import check_crowd, complaints_about_boxes, complaints_about_l
 from .coco_file import CocoFile, check_coco, read_json
 from .dataset_settings import fit_to_data
 from .hold_out import hold_out
-from .label_files import Part, PascalVoc, Yolo, parts_of
+from .label_files import PascalVoc, Split, Yolo, splits_of
 
 __all__ = ["Conversion", "convert_dataset"]
 
@@ -35,7 +35,7 @@ class Conversion(NamedTuple):
 
 
 def convert_dataset(source: Path, output: Path, held_out: Optional[float] = None) -> Conversion:
-    """Write the parts of a dataset as ``output/train.json``, ``val.json`` and ``test.json``.
+    """Write the splits of a dataset as ``output/train.json``, ``val.json`` and ``test.json``.
 
     Nothing is written unless the checks of training pass. Files in COCO's format stay where they
     are, unless images are held out. Images always stay where they are.
@@ -45,67 +45,67 @@ def convert_dataset(source: Path, output: Path, held_out: Optional[float] = None
             ``Annotations`` (Pascal VOC), or folders with ``_annotations.coco.json`` (Roboflow); or
             a YAML file of YOLO, or a COCO file with its images next to it or in ``images``.
         output: folder, which is created if necessary.
-        held_out: share of the images that becomes the part "val".
+        held_out: share of the images that becomes the split "val".
 
     Raises:
         ConfigError: there is no such folder, it has another layout, or images cannot be held out.
         DataError: a file in it cannot be read, or training would refuse the result.
     """
     try:
-        parts = _parts(Path(os.path.abspath(source)))
+        splits = _splits(Path(os.path.abspath(source)))
     except OSError as e:
         raise DataError(f"--input {source} cannot be read ({e})") from e
-    parts.sort(key=lambda part: part.name != "train")
-    names = [part.name for part in parts]
+    splits.sort(key=lambda split: split.name != "train")
+    names = [split.name for split in splits]
     if names[:1] != ["train"] or len(set(names)) < len(names):
         there = ", ".join(names) or "none"
-        raise ConfigError(f"--input {source} must have one part train, but has {there}")
-    files = [_checked(part, output, part.image_dir) for part in parts]
+        raise ConfigError(f"--input {source} must have one split train, but has {there}")
+    files = [_checked(split, output, split.image_dir) for split in splits]
     if held_out is not None:
         if "val" in names:
-            raise ConfigError(f"--hold-out: {source} already has a part val. Leave the option out")
-        parts[:1] = hold_out(parts[0], held_out)
-        files[:1] = [_checked(part, output, None) for part in parts[:2]]
-    paths = [{str(p.image_dir / image["file_name"]) for image in p.coco["images"]} for p in parts]
-    for one, other in combinations(range(len(parts)), 2):
-        text = f"images are also in {parts[one].name}, so results on them mean little"
-        parts[other].note(text, *sorted(paths[one] & paths[other]))
+            raise ConfigError(f"--hold-out: {source} already has a split val. Leave the option out")
+        splits[:1] = hold_out(splits[0], held_out)
+        files[:1] = [_checked(split, output, None) for split in splits[:2]]
+    paths = [{str(p.image_dir / image["file_name"]) for image in p.coco["images"]} for p in splits]
+    for one, other in combinations(range(len(splits)), 2):
+        text = f"images are also in {splits[one].name}, so results on them mean little"
+        splits[other].note(text, *sorted(paths[one] & paths[other]))
     config, opts, about_labels = _recipe(files)
-    written = [(part, file) for part, file in zip(parts, files) if part.json_file is None]
+    written = [(split, file) for split, file in zip(splits, files) if split.json_file is None]
     check_outputs([file.json_file for _, file in written], [source])
-    for part, file in written:
+    for split, file in written:
         with output_file(file.json_file, "w") as f:
-            json.dump({"info": {"notes": part.notes}, **part.coco}, f)
-    notes = [line for part in parts for line in part.lines()]
-    image_dirs = [part.image_dir for part in parts]
+            json.dump({"info": {"notes": split.notes}, **split.coco}, f)
+    notes = [line for split in splits for line in split.lines()]
+    image_dirs = [split.image_dir for split in splits]
     return Conversion(list(zip(files, image_dirs)), notes + about_labels, config, opts)
 
 
-def _parts(source: Path) -> list[Part]:
+def _splits(source: Path) -> list[Split]:
     if source.suffix == ".json" and source.is_file():
         images = source.parent / "images"
         folder = images if images.is_dir() else source.parent
-        return [Part("train", read_json("train", str(source)), folder, source)]
+        return [Split("train", read_json("train", str(source)), folder, source)]
     if source.is_file():
-        return parts_of(Yolo(source))
+        return splits_of(Yolo(source))
     if ready := sorted(source.glob(f"*/{_ROBOFLOW}")):
         names = ["val" if file.parent.name == "valid" else file.parent.name for file in ready]
         named = zip(names, ready)
-        return [Part(name, read_json(name, str(f)), f.parent, f) for name, f in named]
+        return [Split(name, read_json(name, str(f)), f.parent, f) for name, f in named]
     dataset = Yolo(source / "data.yaml") if (source / "data.yaml").exists() else PascalVoc(source)
-    if not source.is_dir() or not dataset.parts:
+    if not source.is_dir() or not dataset.splits:
         raise ConfigError(
-            f"--input {source} has neither a data.yaml with parts (YOLO) nor .xml files (Pascal "
+            f"--input {source} has neither a data.yaml with splits (YOLO) nor .xml files (Pascal "
             f"VOC) nor folders with {_ROBOFLOW} (Roboflow). For a COCO file, name the file"
         )
-    return parts_of(dataset)
+    return splits_of(dataset)
 
 
-def _checked(part: Part, output: Path, image_dir: Optional[Path]) -> CocoFile:
-    """Check a part as training does. Without a folder, its images are not checked."""
-    file = str(part.json_file or output / f"{part.name}.json")
+def _checked(split: Split, output: Path, image_dir: Optional[Path]) -> CocoFile:
+    """Check a split as training does. Without a folder, its images are not checked."""
+    file = str(split.json_file or output / f"{split.name}.json")
     folder = str(image_dir) if image_dir else None
-    checked = check_coco(part.name, file, part.coco, folder, part.name == "train")
+    checked = check_coco(split.name, file, split.coco, folder, split.name == "train")
     check_crowd(checked.summary)
     return checked
 

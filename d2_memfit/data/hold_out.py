@@ -6,22 +6,22 @@ from collections import Counter
 from typing import Any
 
 from ..errors import ConfigError
-from .label_files import Part
+from .label_files import Split
 
 __all__ = ["hold_out"]
 
 
-def hold_out(part: Part, share: float) -> list[Part]:
-    """Divide a part by images into "train" and "val".
+def hold_out(split: Split, share: float) -> list[Split]:
+    """Divide a split by images into "train" and "val".
 
     The same images are held out each time, whatever their order in the file. Those of rare classes
-    are drawn first, so that a class with ``1 / share`` images or more is in both parts. No class
+    are drawn first, so that a class with ``1 / share`` images or more is in both splits. No class
     loses its last image to "val".
 
     Raises:
-        ConfigError: a part would be empty.
+        ConfigError: a split would be empty.
     """
-    coco = part.coco
+    coco = split.coco
     images = sorted(coco["images"], key=lambda image: image["file_name"])
     random.Random(0).shuffle(images)
     # The class None stands for all images, and comes last.
@@ -40,15 +40,15 @@ def hold_out(part: Part, share: float) -> list[Part]:
                 num_held.update(of_image)
     if not held or not 0 < share < 1:
         raise ConfigError(
-            f"--hold-out {share:g} of {len(images)} images leaves a part without images: name a "
+            f"--hold-out {share:g} of {len(images)} images leaves a split without images: name a "
             "share between 0 and 1, such as 0.2"
         )
-    parts = []
+    splits = []
     for name, ids in (("train", classes.keys() - held), ("val", held)):
         chosen = {
             "images": [image for image in coco["images"] if image["id"] in ids],
             "annotations": [a for a in coco["annotations"] if a["image_id"] in ids],
         }
-        parts.append(Part(name, {**coco, **chosen}, part.image_dir))
-    parts[0].notes.update(part.notes)
-    return parts
+        splits.append(Split(name, {**coco, **chosen}, split.image_dir))
+    splits[0].notes.update(split.notes)
+    return splits

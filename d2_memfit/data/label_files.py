@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Datasets with a label file for each image, of YOLO and Pascal VOC, as parts in COCO's format."""
+"""Datasets with a label file for each image, of YOLO and Pascal VOC, as splits in COCO's format."""
 
 import os
 from dataclasses import dataclass, field
@@ -14,28 +14,28 @@ from ..errors import DataError
 from .annotations import faults_of
 from .images import read_header
 
-__all__ = ["Part", "PascalVoc", "Yolo", "parts_of"]
+__all__ = ["PascalVoc", "Split", "Yolo", "splits_of"]
 
 _IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-_PARTS = {"train": "train", "val": "val", "valid": "val", "test": "test"}
+_SPLITS = {"train": "train", "val": "val", "valid": "val", "test": "test"}
 _VOC = (("JPEGImages", "Annotations"), ("images", "annotations"), ("", ""))
 # Faults of objects that cannot be learnt.
 _USELESS = {"bad_polygon", "odd_polygon", "thin_mask"}
 _USELESS |= {"empty_box", "huge_box", "nan_box", "negative_box", "no_box"}
-_Parts = dict[str, dict[Path, Path]]  # label files by image and by name of part
+_Splits = dict[str, dict[Path, Path]]  # label files by image and by name of split
 _Rows = list[tuple[str, Any]]  # objects as they are written, with their places
 
 
 @dataclass
-class Part:
-    """A part of a dataset, as a COCO file.
+class Split:
+    """A split of a dataset, as a COCO file.
 
     Attributes:
         name: "train", "val", "test", or another.
         coco: the content of the file.
         image_dir: the folder of its images.
         json_file: the file, if there is one already.
-        notes: what a user should know about the part, with places in the dataset.
+        notes: what a user should know about the split, with places in the dataset.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Part:
 class Yolo:
     """A dataset with a YAML file: ``names``, ``train``, and perhaps ``path``, ``val``, ``test``.
 
-    A part is a folder of images, a text file with their paths, or a list of these. Labels are in
+    A split is a folder of images, a text file with their paths, or a list of these. Labels are in
     folders ``labels`` where images are in ``images``. Each line has a class, and a box or the
     corners of a polygon, as fractions of the image.
     """
 
     def __init__(self, file: Path) -> None:
-        self.parts: _Parts = {}
+        self.splits: _Splits = {}
         try:
             data = load_yaml(file)
             names = data["names"]
@@ -71,11 +71,11 @@ class Yolo:
             self.names = {int(number): str(name) for number, name in names}
             if data.get("kpt_shape"):
                 raise ValueError("it has kpt_shape, but keypoints of YOLO are not converted")
-            for key, part in _PARTS.items():
+            for key, split in _SPLITS.items():
                 places = data.get(key) or []
                 for place in places if isinstance(places, list) else [places]:
                     images = _images_at(file.parent, str(data.get("path") or ""), str(place))
-                    self.parts.setdefault(part, {}).update(zip(images, map(_yolo_label, images)))
+                    self.splits.setdefault(split, {}).update(zip(images, map(_yolo_label, images)))
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise DataError(f"{file} cannot be read ({type(e).__name__}: {e})") from e
 
@@ -97,7 +97,7 @@ class Yolo:
 
 
 def _images_at(folder: Path, root: str, name: str) -> list[Path]:
-    """The images of a part that a YAML file in this folder names."""
+    """The images of a split that a YAML file in this folder names."""
     # Roboflow writes ../train/images for a folder next to data.yaml.
     for path in (folder / root / name, folder / name, folder / name.removeprefix("../")):
         place = Path(os.path.normpath(path))
@@ -118,18 +118,18 @@ class PascalVoc:
     """A dataset with an XML file for each image.
 
     ``train.txt``, ``val.txt``, ``trainval.txt`` and ``test.txt`` in ``ImageSets/Main`` name the
-    images of parts. Without them, the folders ``train``, ``val`` or ``valid``, and ``test`` are
-    parts, or all images are one.
+    images of splits. Without them, the folders ``train``, ``val`` or ``valid``, and ``test`` are
+    splits, or all images are one.
     """
 
     def __init__(self, folder: Path) -> None:
         self.names: dict[int, str] = {}  # classes are those of the objects
-        self.parts: _Parts = {}
-        for name, part in _PARTS.items():
+        self.splits: _Splits = {}
+        for name, split in _SPLITS.items():
             if labels := _voc_labels(folder / name):
-                self.parts.setdefault(part, {}).update(labels)
-        if not self.parts and (labels := _voc_labels(folder)):
-            self.parts = _listed(folder, labels) or {"train": labels}
+                self.splits.setdefault(split, {}).update(labels)
+        if not self.splits and (labels := _voc_labels(folder)):
+            self.splits = _listed(folder, labels) or {"train": labels}
 
     def rows(self, file: Path) -> _Rows:
         root = ElementTree.parse(checked(file)).getroot()
@@ -155,7 +155,7 @@ class PascalVoc:
 
 
 def _voc_labels(folder: Path) -> dict[Path, Path]:
-    """XML files by image, in the folders of a part."""
+    """XML files by image, in the folders of a split."""
     for images, annotations in ((folder / one, folder / other) for one, other in _VOC):
         if images.is_dir() and any(annotations.rglob("*.xml")):
             found = _find_images(images)
@@ -163,85 +163,85 @@ def _voc_labels(folder: Path) -> dict[Path, Path]:
     return {}
 
 
-def _listed(folder: Path, labels: dict[Path, Path]) -> _Parts:
-    """The parts that lists name; an image that is not there is a path without a file."""
+def _listed(folder: Path, labels: dict[Path, Path]) -> _Splits:
+    """The splits that lists name; an image that is not there is a path without a file."""
     named = {image.stem: (image, label) for image, label in labels.items()}
-    parts: _Parts = {}
+    splits: _Splits = {}
     for name in ("train", "val", "test", "trainval"):
         file = folder / "ImageSets" / "Main" / f"{name}.txt"
         if file.is_file():
             ids = filter(None, map(str.strip, _lines(file)))
             missing = folder / "JPEGImages", folder / "Annotations"
-            parts[name] = dict(named.get(i, (missing[0] / i, missing[1] / i)) for i in ids)
-    others = {*parts.get("train", ()), *parts.get("val", ())}
-    both = parts.pop("trainval", {})
+            splits[name] = dict(named.get(i, (missing[0] / i, missing[1] / i)) for i in ids)
+    others = {*splits.get("train", ()), *splits.get("val", ())}
+    both = splits.pop("trainval", {})
     if rest := {image: label for image, label in both.items() if image not in others}:
-        parts.setdefault("val" if "train" in parts else "train", rest)
-    return parts
+        splits.setdefault("val" if "train" in splits else "train", rest)
+    return splits
 
 
-def parts_of(dataset: Union[Yolo, PascalVoc]) -> list[Part]:
-    """The parts of a dataset, with notes on all that is left out.
+def splits_of(dataset: Union[Yolo, PascalVoc]) -> list[Split]:
+    """The splits of a dataset, with notes on all that is left out.
 
     Raises:
         DataError: more is left out than is kept.
     """
-    parts = [_part(name, labels, dataset) for name, labels in dataset.parts.items()]
-    annotations = [annotation for part in parts for annotation in part.coco["annotations"]]
+    splits = [_split(name, labels, dataset) for name, labels in dataset.splits.items()]
+    annotations = [annotation for split in splits for annotation in split.coco["annotations"]]
     names = dataset.names.values() or sorted({a["category_id"] for a in annotations})
     ids = {name: number for number, name in enumerate(names, 1)}
     for annotation in annotations:
         annotation["category_id"] = ids[annotation["category_id"]]
     used: set[Path] = set()
-    for part, labels in zip(parts, dataset.parts.values()):
-        part.coco["categories"] = [{"id": number, "name": name} for name, number in ids.items()]
+    for split, labels in zip(splits, dataset.splits.values()):
+        split.coco["categories"] = [{"id": number, "name": name} for name, number in ids.items()]
         used.update(labels, labels.values())
     there = {f for folder in {f.parent for f in used} for f in folder.glob("*")}
     kinds = {file.suffix for file in used}
-    for part in parts[:1]:
+    for split in splits[:1]:
         left = sorted(f for f in there - used if f.suffix in kinds and f.name != "classes.txt")
-        part.note("files are in no part and are left out", *left)
-    return parts
+        split.note("files are in no split and are left out", *left)
+    return splits
 
 
-def _part(name: str, labels: dict[Path, Path], dataset: Union[Yolo, PascalVoc]) -> Part:
+def _split(name: str, labels: dict[Path, Path], dataset: Union[Yolo, PascalVoc]) -> Split:
     if not labels:
-        raise DataError(f"the part {name} of the dataset has no images")
+        raise DataError(f"the split {name} of the dataset has no images")
     folder = Path(os.path.commonpath([image.parent for image in labels]))
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    part = Part(name, {"images": images, "annotations": annotations}, folder)
+    split = Split(name, {"images": images, "annotations": annotations}, folder)
     for file, label in labels.items():
         try:
             size, *_ = read_header(str(file))
             rows = dataset.rows(label) if label.exists() else []
         except Exception as e:  # PIL, XML and text have many errors
             text = "images or their labels cannot be read and are left out"
-            part.note(text, f"{file} and {label.name} ({e})")
+            split.note(text, f"{file} and {label.name} ({e})")
             continue
         if not label.exists():
-            part.note("images have no label file, so they have no objects", file)
+            split.note("images have no label file, so they have no objects", file)
         image = {"id": len(images) + 1, "file_name": str(file.relative_to(folder))}
         images.append({**image, "width": size[0], "height": size[1]})
         for where, row in rows:
             try:
                 annotation = _whole(dataset.annotation(row, size), size)
             except ValueError as e:
-                part.note("objects cannot be learnt and are left out", f"{where} ({e})")
+                split.note("objects cannot be learnt and are left out", f"{where} ({e})")
                 continue
             numbers = {"id": len(annotations) + 1, "image_id": len(images), "iscrowd": 0}
             annotations.append({**numbers, **annotation})
             if annotation.get("difficult"):
-                part.note("objects are difficult, and kept as in Detectron2's Pascal VOC", where)
+                split.note("objects are difficult, and kept as in Detectron2's Pascal VOC", where)
     corners = {len(p) for a in annotations for p in a.get("segmentation", ())}
     if corners == {8}:
         text = "images have only masks of four corners, like oriented boxes. Boxes are axis-aligned"
-        part.note(text, *(image["file_name"] for image in images))
-    for (text, places), complaint in zip(part.notes.items(), part.lines()):
+        split.note(text, *(image["file_name"] for image in images))
+    for (text, places), complaint in zip(split.notes.items(), split.lines()):
         kept = annotations if text.startswith("objects") else images
         if text.endswith("left out") and len(places) > len(kept):
             raise DataError(complaint)
-    return part
+    return split
 
 
 def _whole(annotation: dict[str, Any], size: tuple[int, int]) -> dict[str, Any]:

@@ -15,10 +15,9 @@ from torch import nn
 
 from ..common.side_work import alone, no_information
 from ..engine import AccumulatingTrainer
-from ..job import Job, losses_of, size_of
+from ..job import Job, losses_of, resize_image, size_of
 from ..planner.stand_ins import cuda_as_cpu
 from ..settings import Precision, RecoveryOptions
-from ..techniques import resize_image
 from .injection import InjectedTrainer, Injector
 
 __all__ = ["Patient", "Untested", "Unwell", "smaller"]

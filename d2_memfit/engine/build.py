@@ -10,7 +10,6 @@ from typing import Any, Optional
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase, TrainerBase
-from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import nn
@@ -25,6 +24,7 @@ from ..job.parts import GivenParts, TrainerParts
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
 from .hooks import BestCheckpoint, job_hooks
+from .not_finite import has_random_weights_behind_frozen_norms
 from .resuming import MemfitCheckpointer, SaveOnEnding, checkpointers_of
 from .train_loop import AccumulatingTrainer
 
@@ -241,9 +241,7 @@ def _write_plain_config(cfg: CfgNode) -> None:
 
 def _warn_of_frozen_norms(model: nn.Module) -> None:
     """Warn of random weights behind norms that are frozen, and so normalise nothing."""
-    norms = [m for m in model.modules() if isinstance(m, FrozenBatchNorm2d)]
-    is_random = bool(norms) and not any(bool(norm.running_mean.any()) for norm in norms)
-    if is_random and comm.is_main_process():
+    if has_random_weights_behind_frozen_norms(model) and comm.is_main_process():
         logger.warning(
             "MODEL.WEIGHTS is empty, and frozen batch norm does not normalise the activations of "
             "random weights, so training is likely to diverge. Name weights, or set "

@@ -21,8 +21,8 @@ from ..iteration import AveragedWeights, CostModel
 from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
-from .hooks import likely_cause
 from .losses import CommunicationError, CountReport, LossRules
+from .not_finite import likely_cause
 from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
@@ -101,8 +101,8 @@ class AccumulatingTrainer(ResumableTrainer):
         ema_decay: Optional[float] = None,
     ) -> None:
         check_positive_int("gather_metric_period", gather_metric_period)
-        counts = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
-        check_arguments("MEMFIT", {**counts, "ema_decay": ema_decay})
+        given = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
+        check_arguments("MEMFIT", {**given, "ema_decay": ema_decay})
         if not isinstance(precision, Precision):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps
@@ -173,18 +173,18 @@ class AccumulatingTrainer(ResumableTrainer):
         """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
         self._start(window)
         if self._reduces_in_backward:  # as in Detectron2
-            self._accumulate(window)
+            self._run_micro_batches(window)
             reports = self._vote(window, RankReport())
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
                 reports = self._vote(window, self._attempt(window, storage))
             storage.write()
-            self.loss_rules.learn([r.counts for r in reports])
+            self.loss_rules.end_iteration([r.counts for r in reports])
             if self.recovery is not None:
                 self.recovery.end_iteration([r.recovery or RecoveryReport() for r in reports])
         check_finite(reports, self.iter)
         if not self._reduces_in_backward and any(r.num_images for r in reports):
-            with self._final_error("reduction", window):
+            with self._explained("reduction", window):
                 average_gradients(self.model, window, reports)
         return reports
 
@@ -197,15 +197,15 @@ class AccumulatingTrainer(ResumableTrainer):
         self._has_old_gradients = True
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
-        with self._final_error("start", window):
-            self.progress.put_back = self.run_state.mark(is_watched=self.recovery is not None)
+        with self._explained("start", window):
+            self.progress.put_back = self.run_state.undo_point(is_watched=self.recovery is not None)
 
     def _step(self, window: Window, reports: list[RankReport]) -> None:
         """Write the metrics, clip, and change the weights."""
         compat.after_backward(self)
         if (self.iter + 1) % self.gather_metric_period == 0:
             write_metrics(reports)
-        with self._final_error("optimizer", window):
+        with self._explained("optimizer", window):
             self._clip()
             with raising_handlers_held_back():
                 self.progress = Progress(self.iter, is_stepping=True)
@@ -221,11 +221,11 @@ class AccumulatingTrainer(ResumableTrainer):
             bare, last = compat.without_ddp(self.model), self.run_state.at_start
             retries = WindowRetries(self.recovery, bare, window, storage, last)
         try:
-            with self._final_error("window", window):
+            with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
                     window.load_all()  # a second run must not draw random numbers again
                 self._count(window)
-                self._accumulate(window, storage, retries)
+                self._run_micro_batches(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
                 return RankReport(recovery=None if retries is None else retries.end())
         except OutOfMemoryError as e:
@@ -243,7 +243,7 @@ class AccumulatingTrainer(ResumableTrainer):
         self.cutter.cut(window)
         self.loss_rules.prepare(window, self._forward)
 
-    def _accumulate(
+    def _run_micro_batches(
         self,
         window: Window,
         storage: Optional[WindowStorage] = None,
@@ -304,7 +304,7 @@ class AccumulatingTrainer(ResumableTrainer):
             OutOfMemoryError: on every rank, if memory ran out for good on any.
         """
         try:
-            with self._final_error("vote", window):
+            with self._explained("vote", window):
                 if not mine.error:
                     mine.add(window, self._reduced_later(), self._likely_cause)
                     mine.counts = self.loss_rules.report(window, mine.counts.communicates)
@@ -341,12 +341,12 @@ class AccumulatingTrainer(ResumableTrainer):
         has_images = any("image" in image for image in dataset_dicts(micro_batch.data))
         if is_mixed and has_images and comm.get_world_size() == 1:  # a forward may communicate
             in_float32 = partial(self._losses, model, micro_batch.batch)
-        return likely_cause(model.parameters(), micro_batch.data, in_float32)
+        return likely_cause(model, micro_batch.data, in_float32)
 
     def _end_step(self, reports: list[RankReport]) -> None:
         """The iteration is complete: from here on, a checkpoint may contain it."""
         self.progress = Progress(self.iter, has_stepped=True)
-        self.run_state.ranks.learn(self.iter, [r.run_state for r in reports])
+        self.run_state.ranks.receive(self.iter, [r.run_state for r in reports])
 
     def _clip(self) -> None:
         if self.clip_gradients is None:
@@ -356,7 +356,7 @@ class AccumulatingTrainer(ResumableTrainer):
         groups = self.optimizer.param_groups
         self.clip_gradients([p for g in groups for p in g["params"] if p.grad is not None])
 
-    def _final_error(self, phase: str, window: Window) -> AbstractContextManager[None]:
+    def _explained(self, phase: str, window: Window) -> AbstractContextManager[None]:
         """Explain an out-of-memory error where nothing can be run again."""
         if self.recovery is None:
             return contextlib.nullcontext()
@@ -372,10 +372,9 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}
-        own = self.learned()
-        limits = [(rank and rank.pop("learned", None)) or own for rank in state["run"]["ranks"]]
+        learned = [rank.pop("learned", None) if rank else None for rank in state["run"]["ranks"]]
         if self.recovery is not None:
-            state["recovery"] = self.recovery.state_dict(limits)
+            state["recovery"] = self.recovery.state_dict(learned)
         if rules := self.loss_rules.state_dict():
             state["loss_rules"] = rules
         if self.average is not None:

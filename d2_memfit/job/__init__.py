@@ -9,3 +9,4 @@ from .lazy import *
 from .losses import *
 from .projects import *
 from .real_images import *
+from .resize import *

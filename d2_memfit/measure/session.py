@@ -65,20 +65,20 @@ def measure_gpu(
     check_positive_number("--minutes", minutes)
     items = items_of(torch.device(device))
     estimated = [item for item in items if item.has_estimate]
-    part = _Part(folder / "measured.jsonl", device, progress)
+    session = _Session(folder / "measured.jsonl", device, progress)
     try:
-        if estimate is None and not part.has_all("expected", estimated):
-            part.run("measured", items[:1], _SECONDS_OF_ANSWER)
-        part.run("expected", estimated, _SECONDS_OF_ESTIMATES, estimate or "auto")
+        if estimate is None and not session.has_all("expected", estimated):
+            session.run("measured", items[:1], _SECONDS_OF_ANSWER)
+        session.run("expected", estimated, _SECONDS_OF_ESTIMATES, estimate or "auto")
         if estimate is None:
-            part.run("measured", items, 60 * minutes)
+            session.run("measured", items, 60 * minutes)
     finally:
-        files = part.end()
+        files = session.end()
     return files
 
 
-class _Part:
-    """A part of a measurement, which goes on after the records of earlier parts.
+class _Session:
+    """One of several calls of a measurement, which goes on after the records of earlier parts.
 
     Args:
         log: file of all records, a line each.

@@ -8,7 +8,7 @@ from typing import Any
 from ..common.files import output_file
 from ..common.units import GB
 from ..errors import ConfigError, printable
-from .records import Run
+from .records import RecordedRun
 
 __all__ = ["write_html", "write_png"]
 
@@ -24,7 +24,7 @@ _OF_IMAGE = ("file_name", "height", "width", "num_instances")
 _EVENT_COLUMNS = ("iteration", "rank", "phase", "micro-batch", "images", "action", "error")
 
 
-def write_png(run: Run, path: Path) -> None:
+def write_png(run: RecordedRun, path: Path) -> None:
     """Plot memory, budget and out-of-memory errors over iterations, and the micro-batch below."""
     import matplotlib
 
@@ -56,7 +56,7 @@ def write_png(run: Run, path: Path) -> None:
     pyplot.close(figure)
 
 
-def write_html(run: Run, path: Path) -> None:
+def write_html(run: RecordedRun, path: Path) -> None:
     """Write the same plots as an HTML page, with the owners at the peak and all errors.
 
     Raises:

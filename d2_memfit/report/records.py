@@ -11,7 +11,7 @@ from typing import Any, Optional
 from ..common.reading import check_fields, checked
 from ..errors import DataError
 
-__all__ = ["Run", "read_run"]
+__all__ = ["RecordedRun", "read_run"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ _SNAPSHOT = {"iteration": int, "owners": dict[str, float]}
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """The memory of a run over its iterations."""
 
     metrics: list[dict[str, Any]]  # lines of metrics.json with reports of the monitor
@@ -44,7 +44,7 @@ class Run:
         return None
 
 
-def read_run(output_dir: str) -> Run:
+def read_run(output_dir: str) -> RecordedRun:
     """Read metrics.json, memfit_oom.jsonl and the last memfit_memory_*.json of an OUTPUT_DIR.
 
     Raises:
@@ -67,7 +67,7 @@ def read_run(output_dir: str) -> Run:
     snapshot = (_read(snapshots[-1], _SNAPSHOT) or [{}])[0] if snapshots else {}
     # All lines have micro-batches. Some have reports of the monitor.
     lines = [line for line in metrics if any(key.startswith("memfit/") for key in line)]
-    return Run(lines, events, snapshot.get("owners", {}), snapshot.get("iteration"))
+    return RecordedRun(lines, events, snapshot.get("owners", {}), snapshot.get("iteration"))
 
 
 def _read(path: Path, fields: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
-"""Rules for Detectron2's own keys, for values that fail late or without naming the key.
+"""Checks for Detectron2's own keys, for values that fail late or without naming the key.
 
-Values that fail when the model is built have no rule here.
+Values that fail when the model is built have no check here.
 """
 
 import math
@@ -14,9 +14,9 @@ from PIL import Image
 from ..common.checks import check_choice, check_int, check_positive_number, fits, must
 from ..data import shorter_sides
 from ..errors import ConfigError
-from .rules import Rules
+from .key_checks import KeyChecks
 
-__all__ = ["DETECTRON2_RULES", "RULES_FOR_PROJECTS"]
+__all__ = ["CHECKS_FOR_PROJECTS", "DETECTRON2_CHECKS"]
 
 # The smallest value of an integer.
 _AT_LEAST = {
@@ -118,7 +118,7 @@ def _crop(cfg: CfgNode) -> None:
 
 _CHANNELS = must("one finite number per channel", lambda value: fits(value, list[float]))
 # A project's own trainer may implement other choices, such as a sampler or a way to clip gradients.
-RULES_FOR_PROJECTS = Rules(
+CHECKS_FOR_PROJECTS = KeyChecks(
     {
         **{key: partial(check_int, at_least=number) for key, number in _AT_LEAST.items()},
         **dict.fromkeys(_SHARES, must("0 to 1", lambda value: 0 <= value <= 1)),
@@ -138,9 +138,9 @@ RULES_FOR_PROJECTS = Rules(
         (("INPUT.CROP.SIZE", "INPUT.CROP.TYPE"), _crop),
     ),
 )
-DETECTRON2_RULES = RULES_FOR_PROJECTS._replace(
+DETECTRON2_CHECKS = CHECKS_FOR_PROJECTS._replace(
     values={
-        **RULES_FOR_PROJECTS.values,
+        **CHECKS_FOR_PROJECTS.values,
         **{key: partial(check_choice, choices=names) for key, names in _CHOICES.items()},
     }
 )

@@ -16,8 +16,8 @@ from ..config import budget_of_preset, with_memfit_keys, with_settings
 from ..iteration import BatchGeometry, CostModel
 from ..memory import auto_budget_gb
 from ..techniques import workers_bytes
+from .key_checks import check_arguments, check_settings
 from .lazy import named
-from .rules import check_arguments, check_settings
 
 __all__ = ["NormalizerOptions", "RecoveryOptions", "Settings"]
 

@@ -9,7 +9,6 @@ from .chunked_matching import *
 from .evaluation_on_host import *
 from .host_budget import *
 from .registry import *
-from .resize import *
 from .shared_dataset import *
 from .zero import *
 

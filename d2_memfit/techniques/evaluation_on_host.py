@@ -14,9 +14,9 @@ from torch import nn
 
 from ..common.patching import calls_function, knows_function, replaced_functions, source_files
 from ..errors import ConfigError
-from .lazy_rows import LazyRows, RememberedRows, UpsamplesLater, WritesToLazyRows
 from .registry import TECHNIQUES, BooleanTechnique
 from .support import add_mixin
+from .support.lazy_rows import LazyRows, RememberedRows, UpsamplesLater, WritesToLazyRows
 
 __all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
 

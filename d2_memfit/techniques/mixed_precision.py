@@ -24,6 +24,7 @@ class MixedPrecision(Technique):
     """
 
     tier = "precision"
+    uses_float16 = True
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:

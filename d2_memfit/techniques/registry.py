@@ -62,6 +62,8 @@ class Technique:
         order: techniques with a higher one are applied later, around the others.
         in_plans: whether plans may use it.
         gpu_only: whether it saves memory on GPUs only.
+        min_ranks: the number of ranks from which on it saves memory.
+        uses_float16: whether a GPU computes in float16 with it.
         in_evaluation: whether an evaluation needs other memory with it.
         only_phase: the only phase of a job in which it saves memory, "optimizer" or "evaluation";
             "" for others.
@@ -73,6 +75,8 @@ class Technique:
     order: int = 0
     in_plans: bool = True
     gpu_only: bool = False
+    min_ranks: int = 1
+    uses_float16: bool = False
     in_evaluation: bool = False
     only_phase: str = ""
     never_faster: bool = False

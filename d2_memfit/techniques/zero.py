@@ -30,13 +30,14 @@ class ShardedOptimizerStates(BooleanTechnique):
     tier = "exact"
     part = "optimizer"
     in_evaluation = True
+    min_ranks = 2
     # Whether each rank keeps only its share of the optimizer's states. Needs at least two
     # ranks.
     key = "MEMFIT.OPTIMIZER.ZERO"
 
     @classmethod
     def check(cls, cfg: CfgNode, num_ranks: int) -> None:
-        if cls.is_on(cfg) and num_ranks == 1:
+        if cls.is_on(cfg) and num_ranks < cls.min_ranks:
             raise ConfigError(
                 "MEMFIT.OPTIMIZER.ZERO shares optimizer states among ranks, and there is one rank. "
                 "Set it False"

@@ -115,11 +115,13 @@ def check_windows(mapper, ranks=1, **options):
         assert np.array_equal(shapes, rows[..., 1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AUGMENTATIONS)
 def test_sizes_are_those_of_the_loader(name):
     check_windows(Mapper(AUGMENTATIONS[name]), aspect_ratio_grouping=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_order_is_that_of_each_rank(ranks, is_grouped):
@@ -143,6 +145,7 @@ class NeedsPixels(T.Augmentation):
         return T.NoOpTransform() if image.mean() else RESIZE.get_transform(image)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mapper", "why"),
     [

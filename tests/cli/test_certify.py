@@ -7,6 +7,8 @@ import pytest
 from forks import run_forked
 from resumed import coins_cfg
 
+pytestmark = pytest.mark.slow
+
 SUMS = [[6e10, 0.0, 1.5e5, 1e7, 0.0, 0.0]]
 
 

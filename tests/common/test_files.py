@@ -218,6 +218,7 @@ def dump(kind, folder):
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "Detectron2", "lazy"])
 def test_a_config_that_a_training_wrote_is_known_from_one_that_was_edited(kind, tmp_path):
     file = dump(kind, tmp_path)
@@ -242,6 +243,7 @@ def test_a_config_that_a_training_wrote_is_known_from_one_that_was_edited(kind, 
 BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

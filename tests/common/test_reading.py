@@ -255,6 +255,7 @@ def test_a_dataclass_is_made_of_its_fields():
         assert str(e.value) == message
 
 
+@pytest.mark.slow
 def test_json_of_the_length_of_a_dataset_is_read(tmp_path):
     """Bounds are for configs: there are datasets of gigabytes."""
     values = {"a": [[i] * 3 for i in range(200_000)]}

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from private_names import last_seen, missing, moved, names_in, private_names
 from tiny import ROOT
@@ -188,6 +189,17 @@ def test_constructors_are_known_and_torchscript_takes_a_function_for_another():
 
     torch_private.know_as_builtin(zeros, torch.zeros)
     assert torch.jit._builtins._find_builtin(zeros) == "aten::zeros"
+
+
+def test_questions_for_the_default_group_are_answered():
+    pretended = dist.ProcessGroup(1, 3)
+    with torch_private.default_group_answered(lambda group: group or pretended):
+        assert dist.is_initialized()
+        assert (dist.get_rank(), dist.get_world_size()) == (1, 3)
+        with torch_private.default_group_answered(lambda group: None):
+            assert not dist.is_initialized()
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
 
 
 def test_ranks_have_a_store_and_hooks_of_communication(two_ranks):

@@ -53,6 +53,7 @@ def test_other_budgets_are_fine(budget):
     assert why_no_card_has(budget) is None
 
 
+@pytest.mark.slow
 def test_it_is_a_warning_where_it_is_planned(log):
     cfg = get_cfg()
     cfg.MODEL.META_ARCHITECTURE, cfg.SOLVER.IMS_PER_BATCH = "ProposalNetwork", 1

@@ -34,10 +34,10 @@ def write_coco(folder, number=10, images="images", **changes):
     return file
 
 
-def write_roboflow(folder, parts=("train", "valid", "test")):
-    for part in parts:
-        coco = coco_of(2, folder=folder / part)
-        (folder / part / "_annotations.coco.json").write_text(json.dumps(coco))
+def write_roboflow(folder, splits=("train", "valid", "test")):
+    for split in splits:
+        coco = coco_of(2, folder=folder / split)
+        (folder / split / "_annotations.coco.json").write_text(json.dumps(coco))
     return folder
 
 
@@ -83,7 +83,7 @@ DATASETS = {
         MASKS,
     ),
     "Roboflow": (write_roboflow, "", "train test val", BOXES),
-    "Roboflow's single part": (
+    "Roboflow's single split": (
         lambda folder: write_roboflow(folder, ["train"]),
         "--hold-out 0.5",
         "train val",
@@ -120,6 +120,7 @@ def accepted(monkeypatch):
         MetadataCatalog.remove(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_what_is_written_is_what_train_takes(tmp_path, capsys, accepted, dataset):
     write, options, parts, recipe = DATASETS[dataset]
@@ -209,6 +210,7 @@ def test_codes_are_trained_on_as_bit_masks(tmp_path):
     assert (conversion.config, conversion.opts) == (MASKS, ["INPUT.MASK_FORMAT", "bitmask"])
 
 
+@pytest.mark.slow
 def test_a_crowd_that_training_cannot_compare_is_refused(tmp_path):
     row = box_row(8, 8, 16, 16)
     write_yolo(tmp_path / "in", [row] * 50_001)

@@ -270,6 +270,7 @@ def test_images_with_objects_are_counted_without_those_of_crowds():
     assert (summary.num_images, summary.num_images_with_objects, summary.num_objects) == (4, 3, 7)
 
 
+@pytest.mark.slow
 def test_an_image_with_more_objects_than_can_be_compared_is_refused_in_seconds():
     start = time.process_time()
     summary = look_at_annotations(dicts_of(*[annotation()] * 100_000))

@@ -9,12 +9,12 @@ import pytest
 from small_datasets import coco_of
 
 from d2_memfit.data.hold_out import hold_out
-from d2_memfit.data.label_files import Part
+from d2_memfit.data.label_files import Split
 from d2_memfit.errors import ConfigError
 
 
 def split(coco, share):
-    train, val = hold_out(Part("train", coco, Path("images")), share)
+    train, val = hold_out(Split("train", coco, Path("images")), share)
     assert (train.name, val.name) == ("train", "val")
     ids = [{image["id"] for image in part.coco["images"]} for part in (train, val)]
     assert not ids[0] & ids[1]
@@ -82,10 +82,10 @@ def test_a_class_of_one_image_is_trained_on():
 
 @pytest.mark.parametrize("share", [0, 1, -0.2, 2, 1e-9, 0.09, float("nan"), float("inf")])
 def test_a_share_that_leaves_a_part_empty_is_refused(share):
-    with pytest.raises(ConfigError, match=r"^--hold-out \S+ of 10 images leaves a part without "):
+    with pytest.raises(ConfigError, match=r"^--hold-out \S+ of 10 images leaves a split without "):
         split(coco_of(10), share)
 
 
 def test_one_image_cannot_be_divided():
-    with pytest.raises(ConfigError, match=r"^--hold-out 0\.5 of 1 images leaves a part without"):
+    with pytest.raises(ConfigError, match=r"^--hold-out 0\.5 of 1 images leaves a split without"):
         split(coco_of(1), 0.5)

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Folders of YOLO and Pascal VOC, whose parts have the objects that were written, and no others."""
+"""Folders of YOLO and Pascal VOC, whose splits have the objects that were written, no others."""
 
 import json
 import os
@@ -21,24 +21,24 @@ from small_datasets import (
     xml_of,
 )
 
-from d2_memfit.data.label_files import PascalVoc, Yolo, parts_of
+from d2_memfit.data.label_files import PascalVoc, Yolo, splits_of
 from d2_memfit.errors import DataError
 
 
-def yolo_parts(folder, file="data.yaml"):
-    return {part.name: part for part in parts_of(Yolo(folder / file))}
+def yolo_splits(folder, file="data.yaml"):
+    return {split.name: split for split in splits_of(Yolo(folder / file))}
 
 
-def voc_parts(folder):
-    return {part.name: part for part in parts_of(PascalVoc(folder))}
+def voc_splits(folder):
+    return {split.name: split for split in splits_of(PascalVoc(folder))}
 
 
-def names_in(parts):
-    return {name: [i["file_name"] for i in part.coco["images"]] for name, part in parts.items()}
+def names_in(splits):
+    return {name: [i["file_name"] for i in split.coco["images"]] for name, split in splits.items()}
 
 
-def boxes_in(part):
-    return [annotation["bbox"] for annotation in part.coco["annotations"]]
+def boxes_in(split):
+    return [annotation["bbox"] for annotation in split.coco["annotations"]]
 
 
 # A shape and the areas that add to or take from it, as polygons.
@@ -73,14 +73,14 @@ def test_every_shape_is_an_object_with_its_mask(tmp_path, shape, write):
     polygons = SHAPES[shape]
     if write == "yolo":
         write_yolo(tmp_path, [row_of(polygon) for polygon in polygons])
-        parts = yolo_parts(tmp_path)
+        splits = yolo_splits(tmp_path)
     else:
         around = [f(n[i] for p in polygons for n in p) for f in (min, max) for i in (0, 1)]
         box = [around[0] + 1, around[1] + 1, *around[2:]]
         more = "".join(polygon_xml(*polygon) for polygon in polygons)
         write_voc(tmp_path, objects=[("coin", box, more)])
-        parts = voc_parts(tmp_path)
-    annotations = [a for a in parts["train"].coco["annotations"] if a["image_id"] == 1]
+        splits = voc_splits(tmp_path)
+    annotations = [a for a in splits["train"].coco["annotations"] if a["image_id"] == 1]
     assert len(annotations) == (len(polygons) if write == "yolo" else 1)
     assert {a["iscrowd"] for a in annotations} == {0}
     masks = [coco_masks.frPyObjects(a["segmentation"], *SIZE[::-1]) for a in annotations]
@@ -99,33 +99,33 @@ def test_every_shape_is_an_object_with_its_mask(tmp_path, shape, write):
 
 
 YOLO = {
-    "Roboflow": ({}, "{part}/{kind}"),
-    "Ultralytics": ({"train": "images/train", "val": "images/val"}, "{kind}/{part}"),
-    "with dots": ({"train": "../train/images", "val": "../val/images"}, "{part}/{kind}"),
+    "Roboflow": ({}, "{split}/{kind}"),
+    "Ultralytics": ({"train": "images/train", "val": "images/val"}, "{kind}/{split}"),
+    "with dots": ({"train": "../train/images", "val": "../val/images"}, "{split}/{kind}"),
     "with a path": (
         {"path": "data", "train": "images/train", "val": "images/val"},
-        "data/{kind}/{part}",
+        "data/{kind}/{split}",
     ),
     "lists of folders": (
         {"train": ["train/images", "more/images"], "val": ["val/images"]},
-        "{part}/{kind}",
+        "{split}/{kind}",
     ),
-    "subfolders": ({"train": "images/train", "val": "images/val"}, "{kind}/{part}/2024/may"),
-    "lists of files": ({"train": "train.txt", "val": "lists/val.txt"}, "{kind}/{part}"),
+    "subfolders": ({"train": "images/train", "val": "images/val"}, "{kind}/{split}/2024/may"),
+    "lists of files": ({"train": "train.txt", "val": "lists/val.txt"}, "{kind}/{split}"),
     "an absolute path": (
         {"path": "{folder}/data", "train": "images/train", "val": "images/val"},
-        "data/{kind}/{part}",
+        "data/{kind}/{split}",
     ),
     "absolute folders": (
         {"train": "{folder}/far/train/images", "val": "{folder}/far/val/images"},
-        "far/{part}/{kind}",
+        "far/{split}/{kind}",
     ),
-    "the name valid": ({"val": None, "valid": "val/images"}, "{part}/{kind}"),
+    "the name valid": ({"val": None, "valid": "val/images"}, "{split}/{kind}"),
     "images named twice in a path": (
         {"train": "images/images/train", "val": "images/images/val"},
-        "images/{kind}/{part}",
+        "images/{kind}/{split}",
     ),
-    "images beside labels": ({"train": "train", "val": "val"}, "{part}"),
+    "images beside labels": ({"train": "train", "val": "val"}, "{split}"),
 }
 
 
@@ -134,22 +134,22 @@ def test_layouts_of_yolo(tmp_path, layout):
     entries, places = YOLO[layout]
     text = json.dumps({"train": "train/images", "val": "val/images", "names": ["coin"], **entries})
     (tmp_path / "data.yaml").write_text(text.replace("{folder}", str(tmp_path)))
-    for number, part in enumerate(("train", "val", "more")):
-        folder = tmp_path / places.format(part=part, kind="labels")
-        save_image(tmp_path / places.format(part=part, kind="images") / f"{part} a.b.JPG")
+    for number, split in enumerate(("train", "val", "more")):
+        folder = tmp_path / places.format(split=split, kind="labels")
+        save_image(tmp_path / places.format(split=split, kind="images") / f"{split} a.b.JPG")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{part} a.b.txt").write_text(box_row(number, 2, 8, 9) + "\n")
+        (folder / f"{split} a.b.txt").write_text(box_row(number, 2, 8, 9) + "\n")
     (tmp_path / "train.txt").write_text("./images/train/train a.b.JPG\r\n\n")
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "val.txt").write_text(f"{tmp_path}/images/val/val a.b.JPG\n")
-    parts = yolo_parts(tmp_path)
+    splits = yolo_splits(tmp_path)
     boxes = [[0, 2, 8, 9], [2, 2, 8, 9]] if layout == "lists of folders" else [[0, 2, 8, 9]]
-    assert boxes_in(parts["train"]) == boxes
-    assert boxes_in(parts["val"]) == [[1, 2, 8, 9]]
-    for part in parts.values():
-        assert not part.notes
-        for image in part.coco["images"]:
-            assert (part.image_dir / image["file_name"]).is_file()
+    assert boxes_in(splits["train"]) == boxes
+    assert boxes_in(splits["val"]) == [[1, 2, 8, 9]]
+    for split in splits.values():
+        assert not split.notes
+        for image in split.coco["images"]:
+            assert (split.image_dir / image["file_name"]).is_file()
             assert (image["width"], image["height"]) == SIZE
 
 
@@ -166,10 +166,10 @@ ROWS = {
 def test_rows_and_names_of_yolo(tmp_path, text, names):
     write_yolo(tmp_path, names=names)
     (tmp_path / "train" / "labels" / "train.txt").write_text(ROWS[text], encoding="utf-8")
-    part = yolo_parts(tmp_path)["train"]
-    assert boxes_in(part) == [[2, 3, 8, 9]]
+    split = yolo_splits(tmp_path)["train"]
+    assert boxes_in(split) == [[2, 3, 8, 9]]
     second = "7" if isinstance(names, dict) and "0" in names else "ring"
-    assert part.coco["categories"] == [{"id": 1, "name": "coin"}, {"id": 2, "name": second}]
+    assert split.coco["categories"] == [{"id": 1, "name": "coin"}, {"id": 2, "name": second}]
 
 
 def test_photographs_on_their_side_are_turned_as_detectron2_turns_them(tmp_path):
@@ -177,10 +177,10 @@ def test_photographs_on_their_side_are_turned_as_detectron2_turns_them(tmp_path)
     exif = Image.Exif()
     exif[0x0112] = 6
     save_image(tmp_path / "train" / "images" / "train.jpg", exif=exif)
-    part = yolo_parts(tmp_path)["train"]
-    (image,) = part.coco["images"]
+    split = yolo_splits(tmp_path)["train"]
+    (image,) = split.coco["images"]
     assert (image["width"], image["height"]) == SIZE[::-1]
-    assert boxes_in(part) == [[2, 3, 8, 9]]
+    assert boxes_in(split) == [[2, 3, 8, 9]]
 
 
 BAD_ROWS = {
@@ -214,15 +214,15 @@ BAD_ROWS = {
 
 def test_each_row_that_cannot_be_kept_is_named_with_its_file_and_line(tmp_path):
     good = [box_row(8, 8, 16, 16, 1)] * (len(BAD_ROWS) + 1)
-    write_yolo(tmp_path, [*BAD_ROWS, *good], parts=["train"])
-    part = yolo_parts(tmp_path)["train"]
-    assert boxes_in(part) == [[8, 8, 16, 16]] * len(good)
-    ((text, places),) = part.notes.items()
+    write_yolo(tmp_path, [*BAD_ROWS, *good], splits=["train"])
+    split = yolo_splits(tmp_path)["train"]
+    assert boxes_in(split) == [[8, 8, 16, 16]] * len(good)
+    ((text, places),) = split.notes.items()
     assert text == "objects cannot be learnt and are left out"
     file = tmp_path / "train" / "labels" / "train.txt"
     expected = [f"{file}, line {n} ({why})" for n, why in enumerate(BAD_ROWS.values(), 1)]
     assert places == expected
-    (line,) = part.lines()
+    (line,) = split.lines()
     assert line == f"train: {len(BAD_ROWS)} {text}: {'; '.join(expected[:3])}"
 
 
@@ -230,7 +230,7 @@ def test_each_row_that_cannot_be_kept_is_named_with_its_file_and_line(tmp_path):
 def test_it_is_an_error_if_more_is_left_out_than_is_kept(tmp_path, row):
     write_yolo(tmp_path, [row, row, box_row(8, 8, 16, 16)])
     with pytest.raises(DataError, match=r"^train: 2 objects .* left out: .*train\.txt, line 1 \("):
-        yolo_parts(tmp_path)
+        yolo_splits(tmp_path)
 
 
 BAD_OBJECTS = {
@@ -250,9 +250,9 @@ def test_each_object_of_voc_that_cannot_be_kept_is_named(tmp_path):
     write_voc(tmp_path, number=1)
     file = tmp_path / "Annotations" / "0.xml"
     file.write_text(xml_of([*good, *BAD_OBJECTS.values()]))
-    part = voc_parts(tmp_path)["train"]
-    assert boxes_in(part) == [[8, 8, 16, 16]] * len(good)
-    (places,) = part.notes.values()
+    split = voc_splits(tmp_path)["train"]
+    assert boxes_in(split) == [[8, 8, 16, 16]] * len(good)
+    (places,) = split.notes.values()
     reasons = enumerate(BAD_OBJECTS, len(good) + 1)
     assert places == [f"{file}, object {number} ({why})" for number, why in reasons]
 
@@ -262,10 +262,10 @@ def test_corners_in_another_order_are_the_same_box_and_difficult_objects_are_kep
         ("coin", (24, 9, 9, 24), "<difficult>1</difficult>"),
         ("ring", (9, 24, 24, 9), "<difficult> 0</difficult><truncated>1</truncated>"),
     ]
-    part = voc_parts(write_voc(tmp_path, number=1, objects=objects))["train"]
-    assert boxes_in(part) == [[8, 8, 16, 16]] * 2
-    assert [a["category_id"] for a in part.coco["annotations"]] == [1, 2]
-    (line,) = part.lines()
+    split = voc_splits(write_voc(tmp_path, number=1, objects=objects))["train"]
+    assert boxes_in(split) == [[8, 8, 16, 16]] * 2
+    assert [a["category_id"] for a in split.coco["annotations"]] == [1, 2]
+    (line,) = split.lines()
     assert line.startswith("train: 1 objects are difficult, and kept as in Detectron2's Pascal VOC")
 
 
@@ -293,10 +293,10 @@ def test_an_image_that_cannot_be_read_is_left_out_and_named(tmp_path, write, ima
         write(tmp_path, {"train": range(3), "val": [3]})
         files = [tmp_path / "JPEGImages" / f"{i}.jpg" for i in range(3)]
     spoil(files[1])
-    part = (yolo_parts if write is write_yolo else voc_parts)(tmp_path)["train"]
-    assert [i["file_name"] for i in part.coco["images"]] == ["0.jpg", "2.jpg"]
-    assert {a["image_id"] for a in part.coco["annotations"]} == {1, 2}
-    (place,) = part.notes["images or their labels cannot be read and are left out"]
+    split = (yolo_splits if write is write_yolo else voc_splits)(tmp_path)["train"]
+    assert [i["file_name"] for i in split.coco["images"]] == ["0.jpg", "2.jpg"]
+    assert {a["image_id"] for a in split.coco["annotations"]} == {1, 2}
+    (place,) = split.notes["images or their labels cannot be read and are left out"]
     assert str(files[1]) in place or image == "gone"
     assert why in place
 
@@ -328,18 +328,18 @@ def test_a_label_file_that_cannot_be_read_leaves_its_image_out(tmp_path, label):
     content, why = LABELS[label]
     write_voc(tmp_path, number=3)
     (tmp_path / "Annotations" / "1.xml").write_bytes(content)
-    part = voc_parts(tmp_path)["train"]
-    assert [image["file_name"] for image in part.coco["images"]] == ["0.jpg", "2.jpg"]
-    (place,) = part.notes["images or their labels cannot be read and are left out"]
+    split = voc_splits(tmp_path)["train"]
+    assert [image["file_name"] for image in split.coco["images"]] == ["0.jpg", "2.jpg"]
+    (place,) = split.notes["images or their labels cannot be read and are left out"]
     assert why in place
 
 
-# Lists, images of parts, and what is said.
+# Lists, images of splits, and what is said.
 LISTS = {
     "all four": (
         {"train": [0], "val": [1], "trainval": [0, 1], "test": [2]},
         {"train": [0], "val": [1], "test": [2]},
-        "files are in no part and are left out: {folder}/Annotations/3.xml; {folder}/JPEGImages/3",
+        "files are in no split and are left out: {folder}/Annotations/3.xml; {folder}/JPEGImages/3",
     ),
     "trainval alone": ({"trainval": [0, 1], "test": [2, 3]}, {"train": [0, 1], "test": [2, 3]}, ""),
     "trainval and train": (
@@ -368,9 +368,9 @@ LISTS = {
 @pytest.mark.parametrize("lists", LISTS)
 def test_lists_of_voc_decide_the_parts(tmp_path, lists):
     written, expected, said = LISTS[lists]
-    parts = voc_parts(write_voc(tmp_path, written))
-    assert names_in(parts) == {k: [f"{i}.jpg" for i in ids] for k, ids in expected.items()}
-    lines = [line for part in parts.values() for line in part.lines()]
+    splits = voc_splits(write_voc(tmp_path, written))
+    assert names_in(splits) == {k: [f"{i}.jpg" for i in ids] for k, ids in expected.items()}
+    lines = [line for split in splits.values() for line in split.lines()]
     assert len(lines) == bool(said)
     assert said.format(folder=tmp_path) in "".join(lines)
 
@@ -378,17 +378,17 @@ def test_lists_of_voc_decide_the_parts(tmp_path, lists):
 @pytest.mark.parametrize("layout", ["", "images", "JPEGImages"])
 def test_folders_of_voc(tmp_path, layout):
     other = {"": "", "images": "annotations", "JPEGImages": "Annotations"}[layout]
-    for part in ("train", "valid", "test"):
-        save_image(tmp_path / part / layout / "may" / "a.png")
-        labels = tmp_path / part / other / "may"
+    for split in ("train", "valid", "test"):
+        save_image(tmp_path / split / layout / "may" / "a.png")
+        labels = tmp_path / split / other / "may"
         labels.mkdir(parents=True, exist_ok=True)
-        (labels / "a.xml").write_text(xml_of([(part, (9, 9, 24, 24), "")]))
-    parts = voc_parts(tmp_path)
-    assert names_in(parts) == {"train": ["a.png"], "val": ["a.png"], "test": ["a.png"]}
-    categories = [part.coco["categories"] for part in parts.values()]
+        (labels / "a.xml").write_text(xml_of([(split, (9, 9, 24, 24), "")]))
+    splits = voc_splits(tmp_path)
+    assert names_in(splits) == {"train": ["a.png"], "val": ["a.png"], "test": ["a.png"]}
+    categories = [split.coco["categories"] for split in splits.values()]
     names = ["test", "train", "valid"]
     assert categories == [[{"id": i + 1, "name": n} for i, n in enumerate(names)]] * 3
-    assert [p.coco["annotations"][0]["category_id"] for p in parts.values()] == [2, 3, 1]
+    assert [p.coco["annotations"][0]["category_id"] for p in splits.values()] == [2, 3, 1]
 
 
 def test_labels_without_images_and_images_without_labels_are_named(tmp_path):
@@ -396,23 +396,23 @@ def test_labels_without_images_and_images_without_labels_are_named(tmp_path):
     save_image(tmp_path / "train" / "images" / "b.jpg")
     for name in ("c", "classes"):
         (tmp_path / "train" / "labels" / f"{name}.txt").write_text(box_row(2, 2, 9, 9))
-    assert yolo_parts(tmp_path)["train"].lines() == [
+    assert yolo_splits(tmp_path)["train"].lines() == [
         "train: 1 images have no label file, so they have no objects: "
         f"{tmp_path}/train/images/b.jpg",
-        f"train: 1 files are in no part and are left out: {tmp_path}/train/labels/c.txt",
+        f"train: 1 files are in no split and are left out: {tmp_path}/train/labels/c.txt",
     ]
 
 
 def test_oriented_boxes_are_polygons_and_it_is_said(tmp_path):
     oriented = [[10, 4], [40, 20], [34, 30], [4, 14]]
     write_yolo(tmp_path, [row_of(oriented)] * 2)
-    part = yolo_parts(tmp_path)["train"]
-    for annotation in part.coco["annotations"]:
+    split = yolo_splits(tmp_path)["train"]
+    for annotation in split.coco["annotations"]:
         assert annotation["bbox"] == pytest.approx([4, 4, 36, 26])
         assert annotation["segmentation"][0] == pytest.approx([n for xy in oriented for n in xy])
-    assert part.lines() == [
+    assert split.lines() == [
         "train: 1 images have only masks of four corners, like oriented boxes. Boxes are "
         "axis-aligned: train.jpg"
     ]
     (tmp_path / "train" / "labels" / "train.txt").write_text(row_of(SQUARE[:3]))
-    assert not yolo_parts(tmp_path)["train"].notes
+    assert not yolo_splits(tmp_path)["train"].notes

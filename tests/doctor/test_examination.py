@@ -8,13 +8,14 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from detectron2.engine import DefaultTrainer
 from tiny import ROOT, tiny_cfg
 from torch import nn
 
 from d2_memfit import Job
 from d2_memfit.cli.commands import main
 from d2_memfit.doctor import examine
+from d2_memfit.doctor.accumulation_check import accumulates
+from d2_memfit.doctor.patient import Patient
 from d2_memfit.engine.losses import PUBLISHED
 
 pytestmark = pytest.mark.slow
@@ -203,9 +204,7 @@ def test_the_distances_that_are_accepted_are_published():
 def test_a_family_with_published_distances_is_well():
     """Means over sampled proposals are not the full batch's; with POLICY exact they are."""
     job = Job.from_cfg(tiny_cfg("mask_rcnn", fpn=False), 1, num_instances=10)
-    found = {f.what: f for f in examine(job, DefaultTrainer)}
-    assert not any(f.is_well is False for f in found.values()), [str(f) for f in found.values()]
-    text = found["accumulation"].text
+    text = accumulates(Patient(job))
     code = "detectron2/modeling/roi_heads/mask_head.py:mask_rcnn_loss"
     assert text.endswith(f"states {code}, up to 0.5")
     assert "close: loss_mask 0." in text

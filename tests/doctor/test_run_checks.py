@@ -145,7 +145,7 @@ def test_ranks_that_differ_are_told(coins):
 
 
 def test_without_a_dataset_it_is_said_that_nothing_was_tested():
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     cfg.DATASETS.TRAIN = ("nobody_has_it",)
     found = list(examine_runs(Job.from_cfg(cfg, 1)))
     assert [f.is_well for f in found] == [None, None]

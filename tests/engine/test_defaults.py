@@ -107,7 +107,7 @@ def momenta(trainer):
 
 
 def test_the_default_config_trains_as_detectron2_to_the_last_bit(cfg, tmp_path):
-    cfg.MODEL = tiny_cfg("mask_rcnn").MODEL
+    cfg.MODEL = tiny_cfg("mask_rcnn", fpn=False).MODEL
     cfg.SOLVER.MAX_ITER = 5
     cfg.TEST.EVAL_PERIOD = 0
 
@@ -385,7 +385,7 @@ def test_a_checkpoint_with_python_objects_is_told_how_to_convert(cfg, tmp_path):
 
 def recipe(**solver):
     """An 8-GPU recipe with a learning rate for 16 images."""
-    cfg = tiny_cfg()
+    cfg = tiny_cfg(fpn=False)
     cfg.SOLVER.REFERENCE_WORLD_SIZE = 8
     cfg.SOLVER.IMS_PER_BATCH = 16
     cfg.SOLVER.BASE_LR = 0.02
@@ -472,7 +472,7 @@ def test_a_value_that_cannot_work_is_named_before_anything_is_built(cfg, key, va
 
 
 def try_three_images(rank, output_dir):
-    cfg = tiny_cfg()
+    cfg = tiny_cfg(fpn=False)
     cfg.SOLVER.IMS_PER_BATCH = 3
     cfg.OUTPUT_DIR = output_dir
     with pytest.raises(ConfigError) as e:
@@ -498,7 +498,7 @@ def test_coins_can_be_trained_and_evaluated(cfg):
 
 
 def resume_without_optimizer(rank, output_dir):
-    cfg = tiny_cfg()
+    cfg = tiny_cfg(fpn=False)
     cfg.OUTPUT_DIR = output_dir
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.MEMFIT.OPTIMIZER.ZERO = True

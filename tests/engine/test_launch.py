@@ -1,9 +1,7 @@
 # Copyright (c) the d2_memfit developers.
-import sys
-
 import pytest
 import torch
-from tiny import run_process
+from forks import FORKED_RANKS, run_forked
 
 from d2_memfit.engine import launch, usable_device, world_size
 from d2_memfit.errors import ConfigError
@@ -111,9 +109,10 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_status_is_that_of_the_rank_that_is_the_cause(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    run = run_process([sys.executable, script])
+    run = run_forked("-c", FORKED_RANKS, script)
     assert run.returncode == 7, run.stderr
     assert run.stderr.count("error: the connection is lost") == 1

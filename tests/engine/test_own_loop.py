@@ -21,7 +21,7 @@ LR, GAMMA, PERIOD = 0.01, 0.5, 2
 
 def train(folder, max_iter, resume=False, precision="fp32"):
     """CenterNet2's do_train: a trainer takes the place of its lines from model to optimizer."""
-    model = tiny_model(tiny_cfg("proposal_network"))
+    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, PERIOD, GAMMA)
 
@@ -72,7 +72,7 @@ def test_each_iteration_writes_its_own_metrics(tmp_path):
 
 def test_the_iteration_is_the_storage_s_however_the_loop_counts():
     """CenterNet2 and Detic step the storage before the forward, so that they count from one."""
-    model = tiny_model(tiny_cfg("proposal_network"))
+    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     trainer = AccumulatingTrainer(model, [images(1)] * 9, optimizer)
     seen = []
@@ -86,7 +86,7 @@ def test_the_iteration_is_the_storage_s_however_the_loop_counts():
 
 
 def test_without_a_storage_the_error_says_what_is_missing():
-    model = tiny_model(tiny_cfg("proposal_network"))
+    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with pytest.raises(AssertionError, match="EventStorage"):
         AccumulatingTrainer(model, [images(1)], optimizer).run_step()
@@ -94,7 +94,7 @@ def test_without_a_storage_the_error_says_what_is_missing():
 
 def test_one_call_makes_the_trainer_of_a_config(tmp_path, log):
     """Techniques, budget, precision and recovery are the config's; parts may be the project's."""
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH = 2, 2, 1
     cfg.MEMFIT.OOM.POLICY, cfg.OUTPUT_DIR = "split", str(tmp_path)
     cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"]
@@ -122,7 +122,8 @@ def test_one_call_makes_the_trainer_of_a_config(tmp_path, log):
 
 def stepped(rank, accumulates):
     """Weights after two windows of a loop that steps by itself, or of ``run_step``."""
-    model = create_ddp_model(tiny_model(tiny_cfg("proposal_network")), broadcast_buffers=False)
+    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
+    model = create_ddp_model(model, broadcast_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
     batches = [images(3, first=6 * i + 3 * rank) for i in range(2)]
     options = {"micro_batch_size": 2, "recovery": RecoveryOptions()}
@@ -154,7 +155,7 @@ def test_and_on_two_ranks(two_ranks):
 
 
 def test_if_all_images_are_skipped_there_is_no_gradient():
-    model = tiny_model(tiny_cfg("proposal_network"))
+    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     recovery = RecoveryOptions(last_resort="skip", max_skipped=1.0)
     trainer = FailingTrainer(model, (), optimizer, recovery=recovery, fails=lambda ids: True)

@@ -144,7 +144,7 @@ def test_a_run_that_was_killed_in_a_recovery_is_resumed(cfg, coins, tmp_path):
     # The record of an error is written before anything is undone.
     assert [event["iteration"] for event in read_record(output_dir)] == [1, 3]
     checkpoint = torch.load(output_dir / "model_0000001.pth", weights_only=True)
-    assert checkpoint["trainer"]["_trainer"]["recovery"]["sizes"][0]["images"] == 1
+    assert checkpoint["trainer"]["_trainer"]["recovery"]["cutters"][0]["images"] == 1
 
     resumed = train_net(cfg, coins, tmp_path, "--resume", code=code)
     assert resumed.returncode == 0, resumed.stderr[-4000:]

@@ -42,7 +42,7 @@ def run(trainer, num_iterations=NUM_ITERATIONS):
 
 
 def proposal_network():
-    return tiny_model(every_anchor_counts(tiny_cfg("proposal_network")))
+    return tiny_model(every_anchor_counts(tiny_cfg("proposal_network", fpn=False)))
 
 
 def batches(iteration, sizes_of_ranks):
@@ -91,7 +91,9 @@ def test_ranks_step_as_one_process_with_the_full_batch(sizes_of_ranks, request):
 
 
 def train_with_detectron2_on_rank(rank, ours):
-    model = compat.create_ddp_model(tiny_model(tiny_cfg("mask_rcnn")), broadcast_buffers=False)
+    model = compat.create_ddp_model(
+        tiny_model(tiny_cfg("mask_rcnn", fpn=False)), broadcast_buffers=False
+    )
     loader = [images(2, first=4 * i + 2 * rank) for i in range(NUM_ITERATIONS)]
     torch.manual_seed(rank)
     run((AccumulatingTrainer if ours else SimpleTrainer)(model, loader, sgd(model)))

@@ -24,12 +24,14 @@ from d2_memfit.memory import TensorMeter
 
 pytestmark = pytest.mark.slow
 
+NUM_ITERATIONS = 3
+
 
 def sgd(model, lr=0.01):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
 
 
-def run(trainer, num_iterations=5):
+def run(trainer, num_iterations=NUM_ITERATIONS):
     """Iterations as TrainerBase.train makes them; returns the event storage."""
     with EventStorage() as storage:
         for trainer.iter in range(num_iterations):
@@ -51,7 +53,7 @@ def cut(batches, sizes):
             start += size
 
 
-BATCHES = [images(8, first=8 * i) for i in range(5)]
+BATCHES = [images(8, first=8 * i) for i in range(NUM_ITERATIONS)]
 
 
 class ToyModel(torch.nn.Module):
@@ -133,14 +135,14 @@ def test_accumulated_steps_equal_those_of_the_full_batch(sizes, micro_batch, dty
             accumulated, loader, sgd(accumulated), len(sizes), micro_batch_size=micro_batch
         )
     )
-    expected_sizes = ([3, 3, 2] if micro_batch else list(sizes)) * 5
+    expected_sizes = ([3, 3, 2] if micro_batch else list(sizes)) * NUM_ITERATIONS
     assert seen[-len(expected_sizes) :] == expected_sizes
     before, full, accumulated = map(parameters, (start, full, accumulated))
     moved = relative_difference(full, before)
     assert moved > 1e-4
     assert relative_difference(accumulated, full) < tolerance * moved
     assert values(actual, "total_loss") == pytest.approx(values(expected, "total_loss"), rel=1e-5)
-    assert values(actual, "effective_batch") == [8] * 5
+    assert values(actual, "effective_batch") == [8] * NUM_ITERATIONS
 
 
 @pytest.mark.parametrize(
@@ -188,15 +190,15 @@ def test_metrics_are_means_over_images_with_one_entry_per_iteration():
 
 
 def test_real_models_write_one_entry_per_key_and_iteration():
-    model = tiny_model(tiny_cfg("mask_rcnn"))
-    storage = run(AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), sgd(model), 4), 3)
+    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
+    storage = run(AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), sgd(model), 4))
     assert "roi_head/num_fg_samples" in storage.histories()
     for name, history in storage.histories().items():
         assert [iteration for _, iteration in history.values()] == [0, 1, 2], name
 
 
 def test_images_of_a_window_are_written_once():
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     cfg.VIS_PERIOD = 1
     model = tiny_model(cfg)
     with EventStorage() as storage:
@@ -360,7 +362,7 @@ def test_a_micro_batch_size_needs_batches_that_are_lists():
 
 
 def test_float16_steps_once_per_window():
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     model = tiny_model(cfg)
     optimizer = sgd(model)
     steps = []
@@ -410,10 +412,10 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_step(log):
 
 
 def test_bfloat16_has_no_scaler_and_trains():
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     model = tiny_model(cfg)
     dtypes = []
-    model.backbone.register_forward_hook(lambda m, args, out: dtypes.append(out["p2"].dtype))
+    model.backbone.register_forward_hook(lambda m, args, out: dtypes.append(out["res2"].dtype))
     trainer = AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), sgd(model), 4, "bf16")
     before = parameters(model)
     run(trainer, 2)

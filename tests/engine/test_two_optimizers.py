@@ -25,7 +25,8 @@ class WithCritic(nn.Module):
 
     def __init__(self, dtype=torch.float32):
         super().__init__()
-        self.detector = tiny_model(every_anchor_counts(tiny_cfg("proposal_network")), dtype=dtype)
+        cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
+        self.detector = tiny_model(cfg, dtype=dtype)
         self.detector.proposal_generator.predict_proposals = lambda *args: None  # none in float64
         layers = nn.Conv2d(16, 512, 3, 4, 1), nn.ReLU(), nn.Conv2d(512, 1, 3)
         self.critic = nn.Sequential(*layers).to(dtype)
@@ -39,7 +40,7 @@ class WithCritic(nn.Module):
 
     def features(self, images):
         pixels = torch.stack([i["image"] for i in images]).to(self.critic[0].weight.dtype)
-        return self.detector.backbone(pixels / 255)["p2"]
+        return self.detector.backbone(pixels / 255)["res2"]
 
 
 def detector_losses(model, batch):

@@ -32,6 +32,8 @@ from d2_memfit.settings import lazy_name, overrides_of
 
 pytestmark = pytest.mark.slow
 
+NORMALIZERS = "off"  # testing the losses takes longer than all else
+
 LAZY = """
 import torch
 from detectron2.config import LazyCall as L
@@ -86,6 +88,7 @@ train = dict(
 def cfg_of(folder, keys):
     cfg = coins_cfg(folder, "faster_rcnn", **{"SOLVER.MAX_ITER": 2, **keys})
     cfg.SOLVER.ACCUMULATION_STEPS = 2
+    cfg.MEMFIT.NORMALIZERS.POLICY = NORMALIZERS
     cfg.DATASETS.TEST = ("coins_val",)
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 0.0  # so that there is an AP
     return cfg
@@ -144,6 +147,7 @@ def by_lazy_config(folder, keys, resume):
     file.write_text(LAZY.replace("FOLDER", str(folder)))
     args = command.argument_parser().parse_args(["--config-file", str(file)])
     places = {"train.accumulation_steps": 2}
+    places |= overrides_of({"MEMFIT.NORMALIZERS.POLICY": NORMALIZERS})
     for key, value in keys.items():
         places |= (
             {"train.eval_period": value} if key.startswith("TEST") else overrides_of({key: value})

@@ -86,6 +86,7 @@ def evaluated(coins, tmp_path):
     MetadataCatalog.pop("ids", None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("ids", [range(6), [1, 2, 3, 1, 2, 3], [-1, 1, 2, 3, 4, 5], list("abcdef")])
 def test_perfect_predictions_have_an_ap_of_100_whatever_the_ids(evaluated, ids, on_disk, log):

@@ -126,7 +126,7 @@ def evaluated(folder, found, img_ids=None, **options):
 
 @pytest.fixture
 def cfg():
-    cfg = tiny_cfg()
+    cfg = tiny_cfg(fpn=False)
     cfg.MEMFIT.EVALUATION.ON_DISK = True
     return cfg
 
@@ -242,7 +242,7 @@ def test_an_evaluator_of_ones_own_gets_what_it_can_iterate(dataset, cfg, tmp_pat
 @pytest.mark.parametrize("takes_cfg", [True, False])
 def test_a_trainer_evaluates_so(coins, tmp_path, monkeypatch, takes_cfg):
     """``MemfitTrainer.test`` with its own evaluator, or one that it is given."""
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.DATASETS.TEST = ("coins_val",)
     cfg.OUTPUT_DIR = str(tmp_path)
     model = MemfitTrainer.build_model(cfg)
@@ -274,7 +274,7 @@ def evaluate_on_rank(rank, folder, num_ranks):
     from d2_memfit.evaluation import spilled_predictions
 
     ids, annotations = register(Path(folder) / str(rank), 31, 6)
-    cfg = tiny_cfg()
+    cfg = tiny_cfg(fpn=False)
     spilled_predictions._SENT = 4  # several parts of each rank
     results = []
     try:
@@ -317,7 +317,7 @@ def growth_mb(folder, num_images, on_disk):
     import threading
 
     ids, _ = register(folder, num_images, 4, every=10)  # others only take time
-    cfg = tiny_cfg()
+    cfg = tiny_cfg(fpn=False)
     cfg.MEMFIT.EVALUATION.ON_DISK = on_disk
     rng = random.Random(0)
     masks = [some_mask(rng) for _ in range(500)]

@@ -1,10 +1,8 @@
 # Copyright (c) the d2_memfit developers.
-import subprocess
-import sys
-
 import pytest
 import torch
 from detectron2.engine import DefaultPredictor
+from forks import run_forked
 from PIL import Image
 from trained import save_trained
 
@@ -26,19 +24,22 @@ def export(config, photograph, to):
 
 
 @pytest.mark.parametrize(
-    "family",
+    ("family", "fpn"),
     [
-        "mask_rcnn",
-        *(pytest.param(f, marks=pytest.mark.long) for f in ("retinanet", "keypoint_rcnn")),
+        ("mask_rcnn", False),
+        *(
+            pytest.param(family, True, marks=pytest.mark.long)
+            for family in ("mask_rcnn", "retinanet", "keypoint_rcnn")
+        ),
     ],
 )
-def test_torchscript_finds_what_the_model_finds(family, photograph, tmp_path, capsys):
-    config = save_trained(tmp_path / family, family)
+def test_torchscript_finds_what_the_model_finds(family, fpn, photograph, tmp_path, capsys):
+    config = save_trained(tmp_path / family, family, fpn)
     export(config, photograph, tmp_path / "model.ts")
     printed = capsys.readouterr().out
     assert printed.startswith(f"Written: {tmp_path / 'model.ts'} (20 objects in 2 images")
     code = printed.splitlines()[1].removeprefix("Next, load it: ")
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert run_forked("-c", code).returncode == 0
     cfg = load_cfg(str(config))
     cfg.MODEL.WEIGHTS = str(config.parent / "model_final.pth")
     image = torch.rand(3, 96, 160) * 255  # another size than that of the photograph
@@ -70,7 +71,7 @@ def test_onnx_finds_what_the_model_finds(photograph, tmp_path, capsys):
                 ".ts",
                 "this PanopticFPN cannot be exported as .ts (ValueError: its resu",
             ),
-            {"MODEL__META_ARCHITECTURE": "PanopticFPN"},
+            {"MODEL__META_ARCHITECTURE": "PanopticFPN", "fpn": True},
         ),
         (
             *("mask_rcnn", ".ts", "the model finds no objects in --input: name an image with some"),

@@ -25,7 +25,7 @@ DECAY = 0.75
 
 
 def trainer_of(model=None, num_batches=6, trainer_class=AccumulatingTrainer, **options):
-    model = tiny_model(tiny_cfg("faster_rcnn")) if model is None else model
+    model = tiny_model(tiny_cfg("faster_rcnn", fpn=False)) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     loader = [images(2, first=2 * i) for i in range(num_batches)]
     return trainer_class(model, loader, optimizer, ema_decay=DECAY, **options)
@@ -33,7 +33,7 @@ def trainer_of(model=None, num_batches=6, trainer_class=AccumulatingTrainer, **o
 
 def averaged(model):
     """The parameters of an evaluation."""
-    with evaluating(tiny_cfg("faster_rcnn"), model):
+    with evaluating(tiny_cfg("faster_rcnn", fpn=False), model):
         return parameters(model)
 
 
@@ -89,14 +89,14 @@ def test_each_optimizer_step_updates_it_once():
 
 def test_a_window_that_is_run_again_counts_once():
     trainer = trainer_of(trainer_class=InjectedTrainer, recovery=RecoveryOptions())
-    trainer.injector = Injector({2000})  # in the first backward
+    trainer.injector = Injector({700})  # in the first backward
     check_average(trainer)
     assert trainer.cutter.images == 1
 
 
 def test_before_the_first_step_there_is_none():
     trainer = trainer_of()
-    tiny = tiny_model(tiny_cfg("faster_rcnn"), seed=5)
+    tiny = tiny_model(tiny_cfg("faster_rcnn", fpn=False), seed=5)
     trainer.model.load_state_dict(tiny.state_dict())  # as weights are, after the trainer is made
     assert equal(averaged(trainer.model), parameters(tiny))
     iterate(trainer)
@@ -110,11 +110,11 @@ def test_plain_detectron2_loads_the_average_and_a_resumed_run_the_trained_weight
     file = str(tmp_path / "model_0000002.pth")
     average, trained = averaged(trainer.model), parameters(trainer.model)
 
-    plain = tiny_model(tiny_cfg("faster_rcnn"), seed=5)
+    plain = tiny_model(tiny_cfg("faster_rcnn", fpn=False), seed=5)
     DetectionCheckpointer(plain).load(file)
     assert equal(parameters(plain), average)
 
-    other = trainer_of(tiny_model(tiny_cfg("faster_rcnn"), seed=5))
+    other = trainer_of(tiny_model(tiny_cfg("faster_rcnn", fpn=False), seed=5))
     MemfitCheckpointer(other.model, trainer=other).load(file)
     assert equal(parameters(other.model), trained)
     assert equal(averaged(other.model), average)
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_checkpointer_is_resumed_too(tmp_path):
     trainer = trainer_of()
     iterate(trainer, 3)
     DetectionCheckpointer(trainer.model, str(tmp_path), trainer=trainer).save("model")
-    other = trainer_of(tiny_model(tiny_cfg("faster_rcnn"), seed=5))
+    other = trainer_of(tiny_model(tiny_cfg("faster_rcnn", fpn=False), seed=5))
     DetectionCheckpointer(other.model, trainer=other).load(str(tmp_path / "model.pth"))
     assert equal(parameters(other.model), parameters(trainer.model))
     assert equal(averaged(other.model), averaged(trainer.model))

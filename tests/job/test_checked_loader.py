@@ -40,7 +40,7 @@ def dicts(coins):
 
 @pytest.fixture
 def cfg(tmp_path):
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (NAME,), ()
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.SOLVER.MAX_ITER = 1
@@ -147,7 +147,7 @@ def bad_data_on_rank(rank, output_dir):
     annotation = {"bbox": [1, 1, 2, 2], "bbox_mode": 1, "category_id": 0}
     annotation["segmentation"] = [[float("nan")] * 6]
     entry = {"file_name": "a", "height": 9, "width": 9, "annotations": [annotation]}
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.OUTPUT_DIR = output_dir
     build = checked_loader(
         lambda: build_detection_train_loader([entry], mapper=lambda d: d, total_batch_size=2), cfg
@@ -214,5 +214,5 @@ def test_bit_masks_take_room_in_shared_memory(cfg):
 def test_a_name_without_a_module_is_no_problem(monkeypatch):
     """As after an optional import that Python was told to refuse."""
     monkeypatch.setitem(sys.modules, "refused", None)
-    with checked_test_loaders(tiny_cfg()):
+    with checked_test_loaders(tiny_cfg(fpn=False)):
         pass

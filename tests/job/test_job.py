@@ -61,7 +61,7 @@ resize_then_crop = T.AugmentationList(
 
 
 def test_the_mapper_of_the_trainer_makes_the_batch_in_its_own_order():
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     job = Job.from_trainer(AdamWTrainer, cfg, 1)
     batch = job.training_batch(2)
     assert [tuple(d["image"].shape) for d in batch] == [(3, 96, 160)] * 2
@@ -76,7 +76,7 @@ def test_making_a_batch_draws_no_random_numbers_of_the_job():
     import numpy as np
 
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    Job.from_trainer(AdamWTrainer, tiny_cfg("faster_rcnn"), 1).training_batch(1)
+    Job.from_trainer(AdamWTrainer, tiny_cfg("faster_rcnn", fpn=False), 1).training_batch(1)
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
@@ -86,7 +86,7 @@ def test_the_optimizer_of_the_trainer_is_estimated():
     class WithAdamW(DefaultTrainer):
         build_optimizer = AdamWTrainer.build_optimizer
 
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     cfg.MODEL.DEVICE, cfg.DATASETS.TEST = "cpu", ()
     e = estimate_memory(cfg, trainer=WithAdamW)
     assert e.breakdown["optimizer"] > 1.9 * e.breakdown["parameters"]  # two moments, not one
@@ -97,14 +97,14 @@ def test_methods_that_are_no_class_methods_are_an_error():
         def build_optimizer(self, cfg, model):
             raise AssertionError
 
-    job = Job.from_trainer(Wrong, tiny_cfg("faster_rcnn"), 1)
+    job = Job.from_trainer(Wrong, tiny_cfg("faster_rcnn", fpn=False), 1)
     with pytest.raises(ConfigError, match=r"Wrong.build_optimizer must be a classmethod"):
         job.build_optimizer(nn.Linear(1, 1))
 
 
 def test_a_registry_of_the_project_that_has_the_models_name_is_noticed(monkeypatch):
     own = Registry("META_ARCH")
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     own._do_register("GeneralizedRCNN", nn.Module)
     monkeypatch.setitem(globals(), "OWN_REGISTRY", own)
     with pytest.raises(ConfigError, match=r"test_job has a registry of its own with MODEL.META_"):
@@ -114,7 +114,7 @@ def test_a_registry_of_the_project_that_has_the_models_name_is_noticed(monkeypat
 
 
 def test_a_job_says_how_images_are_dealt_out():
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH = 8, 2, 3
     geometry = Job.from_cfg(cfg, 2).geometry
     assert (geometry.images_per_batch, geometry.window, geometry.ranks) == (4, 8, 2)
@@ -125,7 +125,7 @@ def test_a_job_says_how_images_are_dealt_out():
 
 
 def test_a_job_is_not_changed_by_its_settings():
-    job = Job.from_cfg(tiny_cfg("faster_rcnn"), 1)
+    job = Job.from_cfg(tiny_cfg("faster_rcnn", fpn=False), 1)
     other = job.with_settings({"MEMFIT.MICRO_BATCH": 1})
     assert other.geometry.micro_batch_size == 1
     assert job.geometry.micro_batch_size is None
@@ -134,7 +134,7 @@ def test_a_job_is_not_changed_by_its_settings():
 
 
 def test_a_batch_can_be_given():
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     cfg.SOLVER.IMS_PER_BATCH = 3
     images = Job.from_cfg(cfg, 1).training_batch(2)
     job = Job.from_cfg(cfg, 1, batch=images)
@@ -157,8 +157,13 @@ def test_a_batch_can_be_given():
 def test_objects_of_a_given_batch_are_those_of_its_most_crowded_image():
     targets = [{"labels": torch.ones(num)} for num in (2, 5, 3)]
     images = [torch.ones(3, 8, 8)] * 3
-    assert Job.from_cfg(tiny_cfg("faster_rcnn"), batch=(images, targets)).batches.num_instances == 5
-    estimate = estimate_memory(tiny_cfg("faster_rcnn"), device="cuda")
+    assert (
+        Job.from_cfg(
+            tiny_cfg("faster_rcnn", fpn=False), batch=(images, targets)
+        ).batches.num_instances
+        == 5
+    )
+    estimate = estimate_memory(tiny_cfg("faster_rcnn", fpn=False), device="cuda")
     assert f"{estimate.num_instances} instances" in describe_estimate(estimate)
     unknown = describe_estimate(replace(estimate, num_instances=None))
     assert "pixels\n" in unknown
@@ -210,7 +215,7 @@ def test_keys_of_a_lazy_config_have_their_places():
 
 
 def test_pieces_are_a_job_and_a_job_is_a_trainer():
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     images = Job.from_cfg(cfg, 1).training_batch(4)
     job = Job(
         model=lambda: tiny_model(cfg),
@@ -238,7 +243,7 @@ def test_the_mixin_trains_the_job_that_is_planned(tmp_path):
     class Trainer(MemfitMixin, AdamWTrainer):
         pass
 
-    cfg = tiny_cfg("faster_rcnn")
+    cfg = tiny_cfg("faster_rcnn", fpn=False)
     assert isinstance(
         Job.from_trainer(Trainer, cfg, 1).build_optimizer(tiny_model(cfg)), torch.optim.AdamW
     )
@@ -248,7 +253,7 @@ def test_the_clipping_of_a_lazy_config_is_done():
     """As detrex's trainer does it, which is none of Detectron2's."""
     clip = {"enabled": True, "params": {"max_norm": 1e-3, "norm_type": 2}}
     cfg = lazy_config(clip_grad=clip)
-    images = Job.from_cfg(tiny_cfg("faster_rcnn"), 1, num_instances=3).training_batch(2)
+    images = Job.from_cfg(tiny_cfg("faster_rcnn", fpn=False), 1, num_instances=3).training_batch(2)
     trainer = build_trainer(Job.from_lazy(cfg, 1), data_loader=[images])
     trainer.train(0, 1)
     norms = [p.grad.norm() for p in trainer.model.parameters() if p.grad is not None]
@@ -259,7 +264,9 @@ def test_the_clipping_of_a_lazy_config_is_done():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_of_the_projects_own_is_told(shape):
-    lines = Job.from_trainer(class_of(shape), tiny_cfg("faster_rcnn"), 1).parts.assumptions
+    lines = Job.from_trainer(
+        class_of(shape), tiny_cfg("faster_rcnn", fpn=False), 1
+    ).parts.assumptions
     assert len(lines) == (shape == "own run_step")
     assert all("Trainer.run_step, which is the project's own, does" in line for line in lines)
 
@@ -270,12 +277,12 @@ def test_an_estimate_tells_of_a_step_of_the_projects_own():
             self.model(next(self._trainer._data_loader_iter))["loss"].backward()
             self.optimizer.step()
 
-    estimate = estimate_memory(tiny_cfg("faster_rcnn"), trainer=Trainer, evaluates=False)
+    estimate = estimate_memory(tiny_cfg("faster_rcnn", fpn=False), trainer=Trainer, evaluates=False)
     assert "Assumed: Trainer.run_step" in describe_estimate(estimate)
 
 
 def test_a_job_has_its_ranks_and_its_keys_already():
-    job = Job.from_cfg(tiny_cfg(), 2)
+    job = Job.from_cfg(tiny_cfg(fpn=False), 2)
     assert Job.from_any(job, None, 2) is job
     assert Job.from_any(job) is job
     with pytest.raises(TypeError, match="2 ranks, not 4"):

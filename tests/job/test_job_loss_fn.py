@@ -13,7 +13,6 @@ from tiny import every_anchor_counts, image, parameters, relative_difference, ti
 from torch import nn
 
 from d2_memfit import Job
-from d2_memfit.config import load_cfg
 from d2_memfit.doctor import job_checks
 from d2_memfit.doctor.accumulation_check import accumulates
 from d2_memfit.doctor.patient import Patient
@@ -84,8 +83,7 @@ def job_of(cfg, batch, **kwargs):
 
 
 def test_its_estimate_has_the_bytes_of_a_computed_step(monkeypatch):
-    cfg = load_cfg("COCO-Detection/rpn_R_50_FPN_1x.yaml", ["MODEL.DEVICE", "cpu"])
-    job = job_of(cfg, columns(2, size=160))
+    job = job_of(tiny_cfg("proposal_network"), columns(2, size=160))
     dry = steps.train(job, [job.training_batch(2)])
     monkeypatch.setattr(steps, "WithoutValues", nullcontext)
     monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
@@ -96,17 +94,20 @@ def test_its_estimate_has_the_bytes_of_a_computed_step(monkeypatch):
     assert ITERATIONS[-2:] == [MAX_ITER - 1] * 2, "a burn-in is over"
 
 
+def small_cfg():
+    return every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
+
+
 def trained(**kwargs):
-    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
     torch.manual_seed(0)
-    trainer = build_trainer(job_of(cfg, columns(), **kwargs))
+    trainer = build_trainer(job_of(small_cfg(), columns(), **kwargs))
     trainer.train(0, 2)
     return parameters(trainer.model)
 
 
 def test_micro_batches_have_the_gradients_of_the_full_batch():
     full, cut = trained(), trained(micro_batch_size=1)
-    start = parameters(StudentAndTeacher(tiny_model(tiny_cfg("proposal_network"))))
+    start = parameters(StudentAndTeacher(tiny_model(small_cfg())))
     moved = relative_difference(full, start)
     print(f"{relative_difference(cut, full) / moved:.0e} of the way from the full batch")
     assert relative_difference(cut, full) < 1e-5 * moved
@@ -114,14 +115,14 @@ def test_micro_batches_have_the_gradients_of_the_full_batch():
 
 def test_an_injected_error_leaves_no_trace():
     """In the forward and in the backward: weights are bit-equal."""
-    patient = Patient(job_of(every_anchor_counts(tiny_cfg("proposal_network")), columns(2)))
+    patient = Patient(job_of(small_cfg(), columns(2)))
     assert "bit by bit" in job_checks.same_as_detectron2(patient)
     for where in (0.3, 0.9):
         assert "bit by bit" in job_checks.recovers(patient, where)
 
 
 def test_the_doctor_tests_its_losses_row_by_row():
-    patient = Patient(job_of(every_anchor_counts(tiny_cfg("proposal_network")), columns(2)))
+    patient = Patient(job_of(small_cfg(), columns(2)))
     text = accumulates(patient)
     assert "gradients of single images and of one forward over them are exact" in text
     assert "loss_rpn_cls_pseudo" in text

@@ -33,6 +33,7 @@ def test_constants_are_those_of_a_device_file():
     assert constants_of(RECORDS) == CONSTANTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left_out", "without"),
     [
@@ -59,6 +60,7 @@ def device_file(rows, calibration=None):
     return results.device_file()
 
 
+@pytest.mark.slow
 def test_a_cards_file_has_the_constants_of_a_process_of_its_own(tmp_path, cpu_values):
     path = tmp_path / "card.yaml"
     path.write_text(yaml.safe_dump(device_file(RECORDS, {**cpu_values, "is_gpu": True})))

@@ -116,6 +116,7 @@ def test_the_telling_line_of_an_error():
     assert error_line(MemoryError()) == "MemoryError"
 
 
+@pytest.mark.slow
 def test_a_backward_that_failed_keeps_nothing():
     model = tiny_model(tiny_cfg("mask_rcnn"))
     batch = images(2)

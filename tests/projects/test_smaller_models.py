@@ -82,6 +82,7 @@ def test_int8_weights_are_loaded_by_the_trainer_that_predict_takes(backbone, tmp
         assert torch.equal(expected.scores, actual.scores)
 
 
+@pytest.mark.slow
 def test_int8_heads_take_images_without_proposals():
     int8 = quantize.to_int8(tiny_model(tiny_cfg("mask_rcnn")), lambda prepared: prepared(BATCH))
     with torch.inference_mode():
@@ -162,6 +163,7 @@ def test_pruned_weights_must_be_named():
         prune.Trainer.build_model(tiny_cfg())
 
 
+@pytest.mark.slow
 def test_digits_are_the_same_each_time(tmp_path):
     pytest.importorskip("sklearn")
     for folder in ("first", "second"):

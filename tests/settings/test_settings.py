@@ -12,7 +12,7 @@ from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.errors import ConfigError, one_line
 from d2_memfit.job import Job
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
-from d2_memfit.settings.detectron2_keys import DETECTRON2_RULES
+from d2_memfit.settings.detectron2_keys import DETECTRON2_CHECKS
 
 
 def pieces(**arguments):
@@ -101,7 +101,7 @@ def test_the_keys_of_detectron2_are_in_the_same_list():
     cfg.SOLVER.STEPS, cfg.SOLVER.MAX_ITER, cfg.MEMFIT.OOM.POLICY = (9, 3), 0, "never\nmind"
     cfg.MODEL.PIXEL_STD = [1.0]
     with pytest.raises(ConfigError) as e:
-        check_settings(cfg, 1, DETECTRON2_RULES)
+        check_settings(cfg, 1, DETECTRON2_CHECKS)
     assert sorted(line.split()[0] for line in one_line(e.value).split("\n")) == [
         "MEMFIT.OOM.POLICY",
         "MODEL.PIXEL_STD",
@@ -110,6 +110,7 @@ def test_the_keys_of_detectron2_are_in_the_same_list():
     ]
 
 
+@pytest.mark.slow
 def test_a_projects_trainer_may_have_other_choices(coins, tmp_path):
     class Trainer(train.Trainer):
         pass

@@ -65,6 +65,7 @@ def test_a_matrix_is_matched_too():
         assert torch.equal(a, e)
 
 
+@pytest.mark.slow
 def test_memory_grows_with_anchors_and_not_with_pairs():
     matcher = ChunkedMatcher(Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True))
     instances, anchors = boxes(300, 0), boxes(20_000, 1)
@@ -75,6 +76,7 @@ def test_memory_grows_with_anchors_and_not_with_pairs():
     assert chunked.peak_bytes < plain.peak_bytes / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["proposal_network", "faster_rcnn", "retinanet", "cascade_rcnn"])
 def test_no_matrix_of_all_pairs_is_made_in_a_model(family):
     cfg = tiny_cfg("faster_rcnn" if family == "cascade_rcnn" else family)

@@ -14,8 +14,9 @@ from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import get_technique, lazy_rows, ready_to_evaluate
-from d2_memfit.techniques.lazy_rows import LazyRows
+from d2_memfit.techniques import get_technique, ready_to_evaluate
+from d2_memfit.techniques.support import lazy_rows
+from d2_memfit.techniques.support.lazy_rows import LazyRows
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ GB = 2**30
 
 def plan(budget_gb, workers=8, log=None):
     """The config that comes out."""
-    cfg = tiny_cfg()
+    cfg = tiny_cfg(fpn=False)
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800,), 1333
     cfg.DATALOADER.NUM_WORKERS = workers
     cfg.MEMFIT.HOST.BUDGET_GB = budget_gb
@@ -52,7 +52,7 @@ def test_images_ahead_are_given_up_before_workers():
 
 
 def test_a_trainer_decides_once(coins, log):
-    cfg = tiny_cfg()
+    cfg = tiny_cfg(fpn=False)
     cfg.DATASETS.TRAIN, cfg.DATALOADER.NUM_WORKERS = ("coins_train",), 8
     cfg.MEMFIT.HOST.BUDGET_GB = own_gb() / 2
     loader = build_trainer(Job.from_cfg(cfg)).data_loader
@@ -62,7 +62,7 @@ def test_a_trainer_decides_once(coins, log):
 
 @pytest.mark.parametrize("grouping", [True, False])
 def test_the_loader_loads_as_many_ahead(grouping, coins):
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.DATASETS.TRAIN = ("coins_train",)
     cfg.DATALOADER.NUM_WORKERS = 1
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = grouping
@@ -84,7 +84,7 @@ def test_a_budget_that_cannot_work_is_an_error(value):
 
 @pytest.mark.parametrize("value", [0, 1.5])
 def test_a_prefetch_that_cannot_work_is_an_error(value):
-    cfg = tiny_cfg()
+    cfg = tiny_cfg(fpn=False)
     cfg.MEMFIT.HOST.PREFETCH = value
     with pytest.raises(ConfigError, match=f"HOST.PREFETCH must be a positive integer, got {value}"):
         get_technique("LoaderPrefetch").is_on(cfg)

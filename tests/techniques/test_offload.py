@@ -77,6 +77,7 @@ def deep_layers(number=6):
     return model, torch.rand(1, 4, 512, 512, requires_grad=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most_mib", [0, 8, 16, 1000])
 def test_the_tensors_of_copies_in_flight_are_bounded(most_mib, monkeypatch):
     monkeypatch.setattr(offload, "_MOST_IN_FLIGHT_BYTES", most_mib * 2**20)
@@ -109,6 +110,7 @@ class Stream:
         self.asked.append(f"wait {event}")
 
 
+@pytest.mark.slow
 def test_on_a_made_up_card_no_memory_is_free_before_its_copy_ended(monkeypatch):
     asked = []
     monkeypatch.setattr(offload, "_MOST_IN_FLIGHT_BYTES", 0)

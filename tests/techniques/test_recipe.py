@@ -38,11 +38,13 @@ def cfg():
     return cfg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SmallerRoiBatch", "MoreFrozenStages", "FewerProposals"])
 def test_a_step_needs_less(cfg, name):
     assert peak_of_a_step(with_technique(cfg, name)) < peak_of_a_step(cfg)
 
 
+@pytest.mark.slow
 def test_lighter_backbones_are_trained_down_to_18_layers(cfg):
     peaks = [peak_of_a_step(cfg)]
     for depth in (34, 18):

@@ -331,7 +331,7 @@ def test_bad_input_is_one_line_and_leaves_the_output_alone(
 ):
     output_dir = tmp_path / "output"
     output_dir.mkdir()
-    (output_dir / "config.yaml").write_text(tiny_cfg().dump())
+    (output_dir / "config.yaml").write_text(tiny_cfg(fpn=False).dump())
     (output_dir / "model_0000001.pth").write_text("truncated")
     (output_dir / "last_checkpoint").write_text("model_0000001.pth")
     before = outputs(output_dir)

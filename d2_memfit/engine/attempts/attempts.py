@@ -52,10 +52,10 @@ def run_all(
             failure = retries.describe(e, piece)
         if failure is not None:
             # No exception is being handled here, so nothing holds the tensors of the attempt.
-            final_error = retries.react(failure, piece)
+            message = retries.react(failure, piece)
             retries.undo(before, piece)
-            if final_error:
-                raise OutOfMemoryError(final_error)
+            if message:
+                raise OutOfMemoryError(message)
 
 
 class Retries(ABC):

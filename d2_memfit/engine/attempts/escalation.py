@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...job import resize_image
 from ...settings import RecoveryOptions
-from ...techniques import checkpointed, resize_image
+from ...techniques import checkpointed
 from ..window import MicroBatch, Window
 from .oom_log import RAISE
 

@@ -98,7 +98,7 @@ class _BatchRetries(Retries):
             action = "the images are run one at a time"
         else:
             self.oom_log.log(failure, RAISE)
-            return self.oom_log.final_error(failure)
+            return self.oom_log.final_message(failure)
         self.oom_log.log(failure, action)
         if self._waiting:  # other images of a batch that is cut
             self._waiting.appendleft(piece)

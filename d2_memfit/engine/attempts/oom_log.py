@@ -158,9 +158,9 @@ class OomLog:
             return None
         event = self.event(error, phase, data())
         self.append(event, RAISE)
-        return OutOfMemoryError(self.final_error(event))
+        return OutOfMemoryError(self.final_message(event))
 
-    def final_error(self, event: OomEvent) -> str:
+    def final_message(self, event: OomEvent) -> str:
         """Message of the error that ends a run: what happened, and three things to try next."""
         options = self._options
         if event.phase in ("evaluation", "hook EvalHook"):

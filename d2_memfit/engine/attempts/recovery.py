@@ -116,10 +116,14 @@ class Recovery:
                 f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self.options.max_skipped} allows"
             )
 
-    def state_dict(self, limits: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """The state, with those of the cutters of all ranks; without any, that of this rank."""
+    def state_dict(self, learned: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
+        """The state.
+
+        Args:
+            learned: the states of the cutters of all ranks; None for that of this rank.
+        """
         return {
-            "sizes": list(limits) or [self.learned],
+            "cutters": [of_rank or self.learned for of_rank in learned],
             "oom_events": self.oom_events,
             "retried_images": self.retried_images,
             "skipped_images": self.skipped_images,
@@ -127,10 +131,10 @@ class Recovery:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        sizes = state["sizes"]
-        rank = comm.get_rank()
-        same_ranks = len(sizes) == comm.get_world_size()
-        own = sizes[rank] if same_ranks else min(sizes, key=lambda s: s["images"] or math.inf)
+        cutters = state["cutters"]
+        same_ranks = len(cutters) == comm.get_world_size()
+        smallest = min(cutters, key=lambda cutter: cutter["images"] or math.inf)
+        own = cutters[comm.get_rank()] if same_ranks else smallest
         self.cutter.load_state_dict(own)
         self.learned = self.cutter.state_dict()
         self.oom_events = state["oom_events"]
@@ -227,7 +231,7 @@ class WindowRetries(Retries):
         report.oom_events += 1
         report.skipped_images += piece.num_images if action == SKIP else 0
         self._recovery.oom_log.log(failure, action)
-        return self._recovery.oom_log.final_error(failure) if action == RAISE else ""
+        return self._recovery.oom_log.final_message(failure) if action == RAISE else ""
 
     def undo(self, before: Optional[StateCopy], piece: MicroBatch) -> None:
         with self._recovery.oom_log.explained("restoration", lambda: piece.data):

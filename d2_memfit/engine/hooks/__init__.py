@@ -6,4 +6,3 @@ from .leak_detector import *
 from .memory_monitor import *
 from .memory_snapshot import *
 from .monitors import *
-from .not_finite import *

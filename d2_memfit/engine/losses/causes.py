@@ -39,7 +39,7 @@ class Evidence:
     @property
     def objects(self) -> list[float]:
         """The number of them in each part."""
-        return [part.counts[sites.OBJECTS].item() for part in self.pair.parts.parts]
+        return [part.counts[sites.OBJECTS].item() for part in self.pair.parts.each]
 
     def is_right(self, weights: Sequence[float]) -> bool:
         """Whether the parts have the gradient of the whole with these weights."""
@@ -51,7 +51,7 @@ class Evidence:
     def has_values_of(self, weights: Sequence[float]) -> bool:
         """Whether the parts have the values of the whole with these weights."""
         whole = sum(map(self.pair.whole.loss, self.names))
-        losses = [part.losses for part in self.pair.parts.parts]
+        losses = [part.losses for part in self.pair.parts.each]
         values = [sum(own.get(name, 0.0) for name in self.names) for own in losses]
         return abs(sum(w * v for w, v in zip(weights, values)) - whole) <= LIMIT * abs(whole)
 

@@ -34,8 +34,8 @@ from .answers import Totals
 from .causes import Evidence, cause_of, weights_of_parts
 from .pairs import LIMIT, MOST_PAIRS, Pair, Pairs
 from .published import Published, published
-from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term, rule_of
-from .runs import Run, Subject
+from .rules import CLOSE, EXACT, NOT_KNOWN, OTHER, Rules, Term, formula_of
+from .runs import Forwards, Subject
 from .sites import Counts, Site
 from .variants import images_of_one_size, images_of_two_sizes, shrunk
 
@@ -82,7 +82,8 @@ class Way:
     """A way of weighting losses.
 
     Attributes:
-        pair: the images of the test with it, and all losses.
+        pair: the images of the test with it, and all losses. Batch normalisation uses its running
+            statistics: those of a micro-batch would hide what losses are divided by.
         unused: places of ``window_count`` on which no loss depends.
         broken: counts that do not add up: losses that depend on one, and a text about it.
         counted: names of losses that depend on a declared count.
@@ -191,6 +192,9 @@ class GradientTest:
         self._patterns = patterns
         self._freezes = freezes
         self._left_out = left_out
+        # The statistics of a micro-batch change what a model finds, and so what its losses count.
+        has_norms = not freezes and bool(_trained_norms(subject.model))
+        self._when_choosing = {"freezes": True} if has_norms else {}
         self._repeats_backward = True
         number = max(number, 2 * of_part)
         with_empty &= number > 2 * of_part
@@ -201,17 +205,17 @@ class GradientTest:
             self._apart = [chosen[i : i + of_part] for i in range(0, number, of_part)]
             self._whole = self._run(self._together)
             self._by_images = self._run(self._apart, looks=True)
-            last = self._by_images.parts[-1].losses
+            last = self._by_images.each[-1].losses
             bad = [name for name, loss in last.items() if not math.isfinite(loss)]
             if not (bad and with_empty and self._whole.is_finite):
                 break
             self.not_finite = bad
             with_empty = False
-        self._counts = self._whole.parts[0].counts
+        self._counts = self._whole.each[0].counts
         self.changed = self._by_images.changed
         self.counters = self._by_images.counters
-        self.names = list(self._whole.parts[0].losses)
-        parts = sites.added_up(part.counts for part in self._by_images.parts)
+        self.names = list(self._whole.each[0].losses)
+        parts = sites.added_up(part.counts for part in self._by_images.each)
         self.statistics = [
             text
             for site, text in self._whole.large.items()
@@ -246,48 +250,55 @@ class GradientTest:
             left_out=self._left_out,
         )
 
-    def _run(self, groups: Sequence[Sequence[Any]], **options: Any) -> Run:
+    def _run(self, groups: Sequence[Sequence[Any]], **options: Any) -> Forwards:
         freezes = options.pop("freezes", False) or self._freezes
         return self._subject.run(groups, freezes=freezes, **options)
 
     # The ways of weighting.
 
     def _find_ways(self) -> list[Way]:
-        places = frozenset().union(*(part.counts for part in self._by_images.parts))
-        ways = [Way(Rules(places=places), Pair(self._whole, self._by_images))]
+        whole, by_images = self._whole, self._by_images
+        if self._when_choosing:
+            whole, by_images = map(self._choosing, (self._together, self._apart))
+        places = frozenset().union(*(part.counts for part in by_images.each))
+        by_image = Way(Rules(places=places), Pair(whole, by_images))
+        ways = [by_image]
         if self._subject.pretended is not None:
-            told = self._run(self._together, pretends=True, with_gradient=False)
-            if any(site[0] == sites.SUM for site in told.parts[0].counts):
-                ways.append(self._way(told.parts[0].counts, pretends=True))
+            told = self._choosing(self._together, pretends=True, with_gradient=False).each[0].counts
+            if any(site[0] == sites.SUM for site in told):
+                ways.append(self._way(by_image, told, pretends=True))
         nearest = min(way.pair.distance for way in ways)
         is_declared = self._whole.is_asked or self._patterns
         if is_declared and (len(ways) == 1 or nearest > self._rounding):
-            ways.append(self._way(self._counts, pretends=False))
+            ways.append(self._way(by_image, whole.each[0].counts, pretends=False))
         return ways
 
-    def _way(self, told: Counts, pretends: bool) -> Way:
+    def _choosing(self, groups: Sequence[Sequence[Any]], **options: Any) -> Forwards:
+        return self._run(groups, **self._when_choosing, **options)
+
+    def _way(self, by_image: Way, told: Counts, pretends: bool) -> Way:
         """Test the parts with answers, which are what the images together have counted."""
-        of_parts = {site for part in self._by_images.parts for site in part.counts}
+        of_parts = set(by_image.rules.places)
         if pretends:
-            first = self._run(self._apart[:1], pretends=True, with_gradient=False)
-            of_parts.update(first.parts[0].counts)
+            first = self._choosing(self._apart[:1], pretends=True, with_gradient=False)
+            of_parts.update(first.each[0].counts)
         # Where more is counted for several images, each of them is counted for itself.
-        by_image = {site[:2] for site in told.keys() - of_parts}
-        counts = {s: n for s, n in told.items() if s[0] in _KINDS and s[:2] not in by_image}
+        for_itself = {site[:2] for site in told.keys() - of_parts}
+        counts = {s: n for s, n in told.items() if s[0] in _KINDS and s[:2] not in for_itself}
         depends, divided = self._effects(counts, pretends)
         unused = [s for s in counts if s[0] == sites.COUNT and not depends[s]]
         counts = {s: n for s, n in counts.items() if depends[s] or s[0] == sites.MEAN}
         parts = self._answered(counts, depends, divided, pretends)
-        sums = sites.added_up(part.counts for part in parts.parts)
+        sums = sites.added_up(part.counts for part in parts.each)
         broken = {s: n for s, n in counts.items() if s not in sums or not _is_same(n, sums[s])}
         texts = [(tuple(depends[s]), _sums(s, n, sums.get(s))) for s, n in broken.items()]
         if broken:
             counts = {site: n for site, n in counts.items() if site not in broken}
             parts = self._answered(counts, depends, divided, pretends)
-        of_each = [part.counts for part in parts.parts]
+        of_each = [part.counts for part in parts.each]
         rules = Rules(
             True,
-            {site: rule_of(site, of_each) for site in counts},
+            {site: formula_of(site, of_each) for site in counts},
             self._weights(counts, depends, divided),
             frozenset().union(*of_each),
             pretends=(pretends or self._subject.pretended is None)
@@ -297,7 +308,7 @@ class GradientTest:
             own = self._counts_of_own_images(counts, pretends)
             rules = rules.without(set().union(*map(rules.broken, own)))
         counted = frozenset().union(*(depends[site] for site in counts))
-        pair = Pair(self._whole, parts)
+        pair = Pair(by_image.pair.whole, parts)
         return Way(rules, pair, [*map(sites.place_of, unused)], texts, counted)
 
     def _counts_of_own_images(self, counts: Counts, pretends: bool) -> list[Counts]:
@@ -309,10 +320,10 @@ class GradientTest:
         groups = [[image] for image in self._images[:_OWN_IMAGES]]
         totals = self._totals(counts)
         try:
-            run = self._run(groups, totals=totals, pretends=pretends, with_gradient=False)
+            run = self._choosing(groups, totals=totals, pretends=pretends, with_gradient=False)
         except Exception:  # of the model's code, such as for an image without labels
             return []
-        return [part.counts for part in run.parts]
+        return [part.counts for part in run.each]
 
     def _answered(
         self,
@@ -320,9 +331,9 @@ class GradientTest:
         depends: Mapping[Site, frozenset[str]],
         divided: Sequence[str],
         pretends: bool,
-    ) -> Run:
+    ) -> Forwards:
         totals, weights = self._totals(counts), self._weights(counts, depends, divided)
-        return self._run(self._apart, totals=totals, weights=weights, pretends=pretends)
+        return self._choosing(self._apart, totals=totals, weights=weights, pretends=pretends)
 
     def _totals(self, counts: Counts) -> Totals:
         images = len(self._together[0])
@@ -340,7 +351,7 @@ class GradientTest:
         def losses_with(changed: Counts) -> Mapping[str, float]:
             totals = self._totals({**counts, **changed})
             options = {"totals": totals, "pretends": pretends, "with_gradient": False}
-            return self._run(self._apart[:1], **options).parts[0].losses
+            return self._choosing(self._apart[:1], **options).each[0].losses
 
         asked = {site: n for site, n in counts.items() if site[0] != sites.MEAN}
         depends: dict[Site, frozenset[str]] = dict.fromkeys(counts, frozenset())
@@ -385,24 +396,19 @@ class GradientTest:
         """The way with the nearest gradient that spoils no loss which images alone have right.
 
         One loss may hide in the gradient of all what others gain. If both ways are right, so are
-        counts for images that differ more than those of the test. The statistics of a micro-batch
-        would hide what all losses are divided by, so batch normalisation uses its running ones.
+        counts for images that differ more than those of the test.
         """
-        ways = self.ways
-        if len(ways) > 1 and not self._freezes and _trained_norms(self._subject.model):
-            pairs = [self._run_pairs(way, [self.names], freezes=True)[0] for way in ways]
-            ways = [replace(way, pair=pair) for way, pair in zip(ways, pairs)]
-        best = 0
-        right = [name for name in self.names if not ways[0].pair.is_off(name)]
-        for i, way in enumerate(ways):
-            pair, nearest = way.pair, ways[best].pair
+        best = self.ways[0]
+        right = [name for name in self.names if not best.pair.is_off(name)]
+        for way in self.ways:
+            pair, nearest = way.pair, best.pair
             spoils = any(map(pair.is_off, right))
             wrong = [sum(map(p.is_off, self.names)) for p in (pair, nearest)]
             is_no_worse = pair.distance <= _MUCH * nearest.distance
             is_nearer = (wrong[0], pair.distance) < (wrong[1], nearest.distance)
             if not spoils and ((is_no_worse and is_nearer) or pair.distance <= _ROUNDING):
-                best = i
-        return self.ways[best]
+                best = way
+        return best
 
     # The words for losses.
 
@@ -413,7 +419,7 @@ class GradientTest:
         return _OF_FLOAT64 if is_double else _ROUNDING
 
     def _judged(self, way: Way) -> tuple[dict[str, Term], set[Site]]:
-        """The terms, and counts whose rule does not hold for images of another size."""
+        """The terms, and counts whose formula does not hold for images of another size."""
         if not self._subject.has_gradients:
             why = "there was no memory for the gradient of two images"
             return dict.fromkeys(self.names, Term(NOT_KNOWN, 0.0, why)), set()
@@ -431,7 +437,7 @@ class GradientTest:
         """The terms for images of one size."""
         terms = {
             name: Term(NOT_KNOWN, math.inf, "it is not finite")
-            for name, loss in self._whole.parts[0].losses.items()
+            for name, loss in self._whole.each[0].losses.items()
             if not math.isfinite(loss)
         }
         names = [name for name in self.names if name not in terms]
@@ -478,7 +484,8 @@ class GradientTest:
             images: others than those of the test; a part has one.
             options: of :meth:`Subject.run`; ``carries`` is about the parts.
         """
-        if not groups or (len(groups[0]) == len(self.names) and not images and not options):
+        is_known = not images and options == self._when_choosing
+        if not groups or (len(groups[0]) == len(self.names) and is_known):
             return [way.pair][: len(groups)]
         if len(groups) == 1 or self._repeats_backward:
             try:
@@ -504,7 +511,7 @@ class GradientTest:
         if pretends:  # sums over ranks are seen only so
             told = self._run(together, pretends=True, with_gradient=False, **shared)
         known = {*way.rules.counts, sites.IMAGES, sites.OBJECTS}
-        counts = {site: n for site, n in told.parts[0].counts.items() if site in known}
+        counts = {site: n for site, n in told.each[0].counts.items() if site in known}
         number = len(together[0])
         totals = Totals(counts, number, number) if way.rules.is_answered else None
         weights = way.rules.weights
@@ -531,7 +538,7 @@ class GradientTest:
         """Why groups of losses are wrong, and what helps."""
         names = [group.names for group in wrong]
         norms = _trained_norms(self._subject.model)
-        looks = bool(norms) and not self._freezes
+        looks = bool(self._when_choosing)
         frozen = self._run_pairs(way, names, freezes=True) if looks else []
         restored = self._run_pairs(way, names, carries=False) if self.changed else []
         return [
@@ -585,7 +592,7 @@ class GradientTest:
         except Exception:  # such as torch.stack: all images must have one size
             return found, set()
         [everything] = self._run_pairs(way, [names], images)
-        broken = set().union(*(way.rules.broken(part.counts) for part in everything.parts.parts))
+        broken = set().union(*(way.rules.broken(part.counts) for part in everything.parts.each))
         if everything.distance <= self._rounding or everything.has_drawn:
             return found, broken
         groups = _criteria(names, everything)

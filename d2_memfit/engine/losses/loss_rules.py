@@ -29,6 +29,7 @@ from .communication import Communication, Spared
 from .decide import UntestableError, gradient_test, text_of
 from .rules import Rules
 from .runs import Subject, without_traces
+from .schedule import Schedule
 from .sites import Counts, Site
 from .wording import HELP, log_rules
 
@@ -36,8 +37,6 @@ __all__ = ["CountReport", "LossRules"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_TESTS = 8
-_TESTED_AGAIN = (100, 1000)  # iterations; a head that starts at zero has like losses at first
 _MOST_TESTERS = 2  # ranks
 
 
@@ -47,7 +46,7 @@ class CountReport:
 
     Attributes:
         communicates: a collective that was not expected; "" if there was none.
-        broken: sites whose counts do not follow their rule.
+        broken: sites whose counts do not follow their formula.
         is_new: whether there is a count that was not in the test, or a loss that is no longer zero.
     """
 
@@ -123,10 +122,7 @@ class LossRules:
         self._ranks = comm.get_world_size()
         self._pretended = PretendedRanks() if self._ranks == 1 else None
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
-        self._is_due = options.policy != "off"
-        self._tests_left = _MOST_TESTS
-        self._has_tested = False
-        self._has_news: set[int] = set()  # ranks that have something new to test
+        self._schedule = Schedule(options.policy != "off")
         self._is_spared = False  # a function, in this window
         self._before: Optional[StateCopy] = None  # the last forward that may be spared
         self._counters: list[str] = []  # that were not named yet
@@ -146,13 +142,13 @@ class LossRules:
         """
         self._answers = None
         self.is_one_piece = False
-        if not (self._is_due or self.communication.known) and not self.rules.is_answered:
+        if not (self._schedule.is_due or self.communication.known) and not self.rules.is_answered:
             if self._ranks > 1:
                 self._answers = self._new_answers()
             return
         table = rank_table(self._numbers_of(window), self._device)
         images, objects, numbers, sizes, places = (list(map(int, column)) for column in zip(*table))
-        if self._is_due and (self._recovers or max(numbers) > 1):
+        if self._schedule.is_due and (self._recovers or max(numbers) > 1):
             self._decide(window, objects, any(places), max(sizes))
         rows = zip(images, objects)
         annotated = [sites.added_up([{sites.IMAGES: i, sites.OBJECTS: o}]) for i, o in rows]
@@ -229,7 +225,7 @@ class LossRules:
         report = CountReport(found or unexpected, is_new=self._is_spared)
         self._is_spared = False
         self._name_counters(len(window.micro_batches))
-        if not self._has_tested:
+        if not self._schedule.has_result:
             return report
         for counts in self._answers.counts if self._answers is not None else ():
             report.broken |= self.rules.broken(counts)
@@ -239,7 +235,7 @@ class LossRules:
         report.is_new |= any(name not in tested and loss.item() for name, loss in losses)
         return report
 
-    def learn(self, reports: Sequence[CountReport]) -> None:
+    def end_iteration(self, reports: Sequence[CountReport]) -> None:
         """Change the rules for later windows, according to the reports of all ranks.
 
         Raises:
@@ -259,20 +255,17 @@ class LossRules:
                 places,
             )
             self.rules = self.rules.without(broken)
-        is_time = self._has_tested and get_event_storage().iter + 1 in _TESTED_AGAIN
-        self._has_news |= {rank for rank, report in enumerate(reports) if report.is_new}
-        if (is_time or self._has_news) and self._options.policy != "off":
-            self._is_due = self._tests_left > 0
+        news = [rank for rank, report in enumerate(reports) if report.is_new]
+        self._schedule.end_iteration(get_event_storage().iter, news)
 
     def state_dict(self) -> dict[str, Any]:
         """The rules in plain types, for a resumed run; empty before a test."""
-        if not self._has_tested:
+        if not self._schedule.has_result:
             return {}
         spared = self._pretended.spared if self._pretended is not None else ()
         return {
             "rules": self.rules.state_dict(),
-            "is_due": self._is_due,
-            "tests_left": self._tests_left,
+            "schedule": self._schedule.state_dict(),
             "spared": sorted(spared),
             "options": self._plain_options,
         }
@@ -282,9 +275,7 @@ class LossRules:
         if state.get("options") != self._plain_options or self._options.policy == "off":
             return
         self.rules = Rules.from_state_dict(state["rules"])
-        self._is_due = state["is_due"]
-        self._tests_left = state["tests_left"]
-        self._has_tested = True
+        self._schedule.load_state_dict(state["schedule"])
         self._said.update(name for name, term in self.rules.terms.items() if term.why)
         if self._pretended is not None:
             self._pretended.spared.update(state["spared"])
@@ -293,7 +284,9 @@ class LossRules:
         """Places in the code whose counts are the window's, and how these are found."""
         how = {True: "from the annotations", False: "by a forward more"}
         counts = self.rules.counts.items()
-        return sorted({f"{sites.place_of(s)} ({how[rule is not None]})" for s, rule in counts})
+        return sorted(
+            {f"{sites.place_of(s)} ({how[formula is not None]})" for s, formula in counts}
+        )
 
     def _decide(
         self, window: Window, objects: Sequence[int], may_have_objects: bool, largest: int
@@ -308,13 +301,10 @@ class LossRules:
             may_have_objects: whether images have a field for objects, which may be empty.
             largest: images of the largest micro-batch.
         """
-        self._is_due = may_have_objects and not any(objects)
-        if self._is_due and self._has_tested:
+        if not self._schedule.takes(objects, may_have_objects):
             return
-        if not self._is_due:
-            self._tests_left -= 1
         start = time.perf_counter()
-        news, self._has_news = self._has_news, set()
+        news, self._schedule.news = self._schedule.news, set()
         found = _Found()
         ranks = sorted(range(self._ranks), key=lambda rank: (rank not in news, -objects[rank]))
         for rank in ranks[:_MOST_TESTERS]:
@@ -327,7 +317,7 @@ class LossRules:
         if found.collective and self._ranks > 1:
             self.communication.allow(found.collective)
         if found.rules is None:
-            if not (self._has_tested or self._is_due):
+            if not (self._schedule.has_result or self._schedule.is_due):
                 logger.warning(
                     "not known: what losses are divided by could not be tested (%s). Micro-batches "
                     "are weighted by their images. See %s",
@@ -336,21 +326,21 @@ class LossRules:
                 )
             return
         self.rules = found.rules.after(self.rules)
-        self._has_tested = True
+        self._schedule.has_result = True
         self._counters = [name for name in found.counters if name not in self._said]
         self._said.update(self._counters)
         others = [name for name in found.changed if name not in found.counters]
         seconds = time.perf_counter() - start
         log_rules(self.rules, others, found.forwards, seconds, self._said)
 
-    def _tested(self, window: Window, of_micro_batch: int) -> _Found:
+    def _tested(self, window: Window, largest: int) -> _Found:
         """Test on this rank's images. It raises nothing: other ranks wait for the result."""
         if not window.images_waiting:
             return _Found(error="batches cannot be cut into images")
         subject = Subject(self._model, self._losses, self.communication.note, self._pretended)
         try:
             patterns = self._options.losses
-            test = gradient_test(subject, window.images_waiting, patterns, of_micro_batch)
+            test = gradient_test(subject, window.images_waiting, patterns, largest)
             for pattern, _ in patterns:
                 if not any(fnmatchcase(name, pattern) for name in test.names):
                     raise ConfigError(
@@ -383,7 +373,7 @@ class LossRules:
         largest = max((m.num_images for m in pieces), default=0)
         numbers: list[float] = [window.num_images, objects, len(pieces), largest]
         window.put_all_back()
-        return [*numbers, self._is_due and may_have_objects(window.images_waiting)]
+        return [*numbers, self._schedule.is_due and may_have_objects(window.images_waiting)]
 
     def _name_counters(self, forwards: int) -> None:
         """Warn once of numbers that count the forwards of an iteration."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .rules import EXACT, NOT_KNOWN, OTHER
-from .runs import Run
+from .runs import Forwards
 from .sketch import relative
 
 __all__ = ["LIMIT", "MOST_PAIRS", "Pair", "Pairs"]
@@ -22,8 +22,8 @@ _SURE = 6  # standard errors
 class Pair:
     """Images together and in parts, with the same random numbers."""
 
-    whole: Run
-    parts: Run
+    whole: Forwards
+    parts: Forwards
 
     @property
     def difference(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from . import sites
 from .sites import Counts, Site
 
-__all__ = ["CLOSE", "EXACT", "NOT_KNOWN", "OTHER", "Rule", "Rules", "Term", "rule_of"]
+__all__ = ["CLOSE", "EXACT", "NOT_KNOWN", "OTHER", "Formula", "Rules", "Term", "formula_of"]
 
 # The four words about a loss in micro-batches, against one forward over all images.
 EXACT = "exact"  # to 1e-3 of the gradient
@@ -22,7 +22,7 @@ _WORDS = (EXACT, CLOSE, NOT_KNOWN, OTHER)  # from good to bad
 
 # The formula of a count that follows from the annotations, such as DETR's num_boxes or its class
 # weights: a number per object, and a number per image.
-Rule = tuple[float, float]
+Formula = tuple[float, float]
 
 _SAME = 1e-5  # relative; weights of classes are float32
 
@@ -51,7 +51,7 @@ class Rules:
     Attributes:
         is_answered: whether counts are answered with the window's. If not, all losses are weighted
             by images.
-        counts: the counts that are answered with the window's, each with the rule by which it
+        counts: the counts that are answered with the window's, each with the formula by which it
             follows from the annotations; None if only a forward can count it.
         weights: for some losses, the count by which micro-batches are weighted, not images.
         places: where counts were taken in the test, answered or not.
@@ -63,7 +63,7 @@ class Rules:
     """
 
     is_answered: bool = False
-    counts: Mapping[Site, Optional[Rule]] = field(default_factory=dict)
+    counts: Mapping[Site, Optional[Formula]] = field(default_factory=dict)
     weights: Mapping[str, Site] = field(default_factory=dict)
     places: frozenset[Site] = frozenset()
     terms: Mapping[str, Term] = field(default_factory=dict)
@@ -78,15 +78,15 @@ class Rules:
         return None in self.counts.values()
 
     def count(self, site: Site, annotated: Counts) -> Optional[torch.Tensor]:
-        """The count of some images by the rule of its site; None if it has no rule."""
-        rule = self.counts[site]
-        if rule is None:
+        """The count of some images by the formula of its site; None if it has no formula."""
+        formula = self.counts[site]
+        if formula is None:
             return None
-        per_object, per_image = rule
+        per_object, per_image = formula
         return per_object * annotated[sites.OBJECTS] + per_image * annotated[sites.IMAGES]
 
     def broken(self, counts: Counts) -> set[Site]:
-        """Sites for which a forward's counts do not follow the rule."""
+        """Sites for which a forward's counts do not follow the formula."""
         told = {site: self.count(site, counts) for site in self.counts}
         zero = torch.zeros(1, dtype=torch.float64)
         return {
@@ -97,7 +97,7 @@ class Rules:
 
     def without(self, broken: set[Site]) -> "Rules":
         """The rules, in which some of the counts need a forward."""
-        known = {site: None if site in broken else rule for site, rule in self.counts.items()}
+        known = {site: None if site in broken else formula for site, formula in self.counts.items()}
         return replace(self, counts=known)
 
     def after(self, earlier: "Rules") -> "Rules":
@@ -150,17 +150,17 @@ class Rules:
         )
 
 
-def rule_of(site: Site, counts: Sequence[Counts]) -> Optional[Rule]:
-    """The rule that a site's counts follow in all forwards of a test; None if there is none."""
+def formula_of(site: Site, counts: Sequence[Counts]) -> Optional[Formula]:
+    """The formula that a site's counts follow in all forwards of a test; None if there is none."""
     own = [n.get(site, torch.zeros(1, dtype=torch.float64)) for n in counts]
     known = torch.stack([torch.cat([n[sites.OBJECTS], n[sites.IMAGES]]) for n in counts])
     if len(own) < 3 or any(len(n) != 1 for n in own) or torch.linalg.matrix_rank(known) < 2:
         return None
     values = torch.stack(own)
-    rule = torch.linalg.lstsq(known, values).solution
-    if not all(map(_is_same, known @ rule, values)):
+    formula = torch.linalg.lstsq(known, values).solution
+    if not all(map(_is_same, known @ formula, values)):
         return None
-    per_object, per_image = rule.flatten().tolist()
+    per_object, per_image = formula.flatten().tolist()
     return per_object, per_image
 
 

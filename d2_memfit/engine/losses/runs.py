@@ -28,7 +28,7 @@ from .communication import Spared
 from .sites import Counts, Site
 from .sketch import sketch_of_gradients
 
-__all__ = ["Part", "Run", "SameDraws", "Subject", "without_traces"]
+__all__ = ["Forward", "Forwards", "SameDraws", "Subject", "without_traces"]
 
 # The functions at import: other contexts may replace them later.
 _RANDPERM = torch.randperm
@@ -63,7 +63,7 @@ def without_traces(model: nn.Module) -> Iterator[None]:
 
 
 @dataclass
-class Part:
+class Forward:
     """One forward of a test.
 
     Attributes:
@@ -85,7 +85,7 @@ class Part:
 
 
 @dataclass
-class Run:
+class Forwards:
     """Some forwards of a test, one after another.
 
     Attributes:
@@ -96,7 +96,7 @@ class Run:
         counters: those of them that have grown by one with each forward.
     """
 
-    parts: list[Part] = field(default_factory=list)
+    each: list[Forward] = field(default_factory=list)
     is_asked: bool = False
     has_drawn: bool = False
     large: dict[Site, str] = field(default_factory=dict)
@@ -105,27 +105,27 @@ class Run:
 
     @property
     def is_finite(self) -> bool:
-        return all(part.is_finite for part in self.parts)
+        return all(part.is_finite for part in self.each)
 
     @property
     def gradient(self) -> torch.Tensor:
         """The gradient of all images, of which each forward's have their share."""
-        images = sum(part.images for part in self.parts)
-        shares = [part.images / images for part in self.parts]
+        images = sum(part.images for part in self.each)
+        shares = [part.images / images for part in self.each]
         return sum((s * g for s, g in zip(shares, self.gradients)), torch.zeros(()))
 
     @property
     def gradients(self) -> list[torch.Tensor]:
         """The gradient of each forward, as if it were the only one."""
-        return [sum(part.gradients, torch.zeros(())) for part in self.parts]
+        return [sum(part.gradients, torch.zeros(())) for part in self.each]
 
-    def of_group(self, i: int) -> "Run":
+    def of_group(self, i: int) -> "Forwards":
         """The same forwards with the gradient of one group of losses."""
-        return replace(self, parts=[replace(p, gradients=[p.gradients[i]]) for p in self.parts])
+        return replace(self, each=[replace(p, gradients=[p.gradients[i]]) for p in self.each])
 
     def loss(self, name: str) -> float:
-        images = sum(part.images for part in self.parts)
-        return sum(part.images / images * part.losses.get(name, 0.0) for part in self.parts)
+        images = sum(part.images for part in self.each)
+        return sum(part.images / images * part.losses.get(name, 0.0) for part in self.each)
 
 
 @dataclass
@@ -168,7 +168,7 @@ class Subject:
         freezes: bool = False,
         with_gradient: bool = True,
         looks: bool = False,
-    ) -> Run:
+    ) -> Forwards:
         """Run groups of images, one forward and backward each.
 
         Args:
@@ -184,7 +184,7 @@ class Subject:
         pretended = self.pretended if pretends else None
         while True:
             answers = Answers(self.communicate, totals, weights, pretended, is_alone=True)
-            result = Run()
+            result = Forwards()
             start = StateCopy(self.model)
             no_step = register_optimizer_step_pre_hook(_refuse_step)
             try:
@@ -201,7 +201,7 @@ class Subject:
                     for group in groups:
                         share = count_images(group) / images
                         part = self._part(group, share, answers, seed, losses, result)
-                        result.parts.append(part)
+                        result.each.append(part)
                         if not carries:
                             start.restore()
                             self._fix(freezes)
@@ -226,8 +226,8 @@ class Subject:
         answers: Answers,
         seed: int,
         groups: Optional[Sequence[Sequence[str]]],
-        result: Run,
-    ) -> Part:
+        result: Forwards,
+    ) -> Forward:
         micro_batch = MicroBatch(copy.deepcopy(images))  # models may change images
         self.forwards += micro_batch.num_images
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -255,7 +255,7 @@ class Subject:
                 torch.tensor([values[k] for k in group if k in values], dtype=torch.float64)
                 for group in names
             ]
-        return Part(micro_batch.num_images, values, gradients, answers.counts[-1])
+        return Forward(micro_batch.num_images, values, gradients, answers.counts[-1])
 
     def _fix(self, freezes: bool) -> None:
         for module in self.model.modules():

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from detectron2.structures import Instances
 from torch import nn
 
-from ...job import size_of
-from ...techniques import resize_image
+from ...job import resize_image, size_of
 from ..window import Row, count_objects
 
 __all__ = ["images_of_one_size", "images_of_two_sizes", "shrunk"]

@@ -55,7 +55,7 @@ class RankStates:
         os.pwrite(self._own, _HEADER.pack(iteration, len(state)), start)
         return None
 
-    def learn(self, iteration: int, reported: list[Union[SharedFiles, bytes, None]]) -> None:
+    def receive(self, iteration: int, reported: list[Union[SharedFiles, bytes, None]]) -> None:
         """Keep the states in the reports of all ranks, and open this rank's file."""
         self.keep(iteration, [r if isinstance(r, bytes) else None for r in reported])
         if self._own is None and isinstance(reported[0], SharedFiles):

@@ -156,7 +156,7 @@ class ResumableBatches(Iterator[Any]):
             return ""
         return hashlib.sha256(repr(keys).encode()).hexdigest()
 
-    def mark(self) -> Callable[[], None]:
+    def undo_point(self) -> Callable[[], None]:
         """A function that restores the state, for a checkpoint of this moment.
 
         The batches themselves are not repeated.

@@ -164,7 +164,7 @@ class RunState:
         """Whether a worker of the loader was ended with SIGKILL."""
         return self._data is not None and self._data.has_killed_worker()
 
-    def mark(self, is_watched: bool) -> Callable[[], None]:
+    def undo_point(self, is_watched: bool) -> Callable[[], None]:
         """A function that undoes the changes of an iteration before its optimizer step.
 
         Args:
@@ -175,7 +175,7 @@ class RunState:
             lambda: StateCopy(self._model, is_watched=is_watched, last=last), self._device
         )
         self.at_start = at_start
-        undo_data = None if self._data is None else self._data.mark()
+        undo_data = None if self._data is None else self._data.undo_point()
 
         def put_back() -> None:
             at_start.restore()

@@ -51,7 +51,7 @@ class StateCopy:
         last: Optional["StateCopy"] = None,
     ) -> None:
         self._storage = storage
-        self._scalars = 0 if storage is None else storage.mark()
+        self._scalars = 0 if storage is None else storage.num_entries()
         self._random_state = RandomState(next(model.parameters()).device)
         watch = StateWatch.for_model(model) if is_watched else None
         self._module_state: ModuleState = ModuleState(

@@ -54,13 +54,13 @@ class WindowStorage(EventStorage):
     def latest(self) -> Any:
         return {**self._storage.latest(), **super().latest()}
 
-    def mark(self) -> int:
+    def num_entries(self) -> int:
         """The number of entries so far, for :meth:`rewind`."""
         return len(self._entries)
 
-    def rewind(self, mark: int) -> None:
-        """Drop scalars put since the mark, and a name scope that an error left open."""
-        del self._entries[mark:]
+    def rewind(self, num_entries: int) -> None:
+        """Drop the entries after the first ones, and a name scope that an error left open."""
+        del self._entries[num_entries:]
         self._history.clear()
         self._latest_scalars.clear()
         for name, (value, iteration), _ in self._entries:

@@ -13,14 +13,13 @@ from ...common.units import GB
 from ...compat.pytorch import BatchNorm
 from ...errors import ConfigError
 from ...iteration import MicroBatchShape, Padding, largest_sum
-from ...job import Job, size_of
-from ...techniques import resize_image
+from ...job import Job, resize_image, size_of
 from ..device import DeviceModel
 from ..dry_run import Event, Free, one_line_errors
 from ..estimates import DryJob, steps
 from .plan import Plan
 
-__all__ = ["CostFit", "Run", "fitted", "fitted_to_two", "with_cost_model"]
+__all__ = ["CostFit", "MeasuredMicroBatch", "fitted", "fitted_to_two", "with_cost_model"]
 
 _SMALLER = 0.6  # scale of the largest image
 _BETWEEN = 0.8
@@ -72,7 +71,7 @@ def with_cost_model(
 
 
 @dataclass(frozen=True)
-class Run:
+class MeasuredMicroBatch:
     """A measured micro-batch.
 
     Args:
@@ -122,7 +121,7 @@ class CostFit:
         self._device = device
         self._padding = padding
         self._progress = progress
-        self.runs: list[Run] = []
+        self.runs: list[MeasuredMicroBatch] = []
         self.sums: list[Sum] = []
         with one_line_errors(lambda: job.batches.assumptions):
             largest = job.training_batch(1)
@@ -189,7 +188,7 @@ class CostFit:
         training = dry_job.training
         dry_job.training = replace(training, events=_of_micro_batch(training.events))
         shapes = np.array([(*size_of(image), len(image.get("instances", ()))) for image in images])
-        run = Run(
+        run = MeasuredMicroBatch(
             MicroBatchShape.from_images(shapes).features(self._padding),
             dry_job.least_bytes(),
             self._device.seconds_per_micro_batch
@@ -208,7 +207,7 @@ class CostFit:
         return start / per_pixel if per_pixel else 0.0
 
 
-def fitted(runs: Sequence[Run], has_objects: bool = False) -> Sum:
+def fitted(runs: Sequence[MeasuredMicroBatch], has_objects: bool = False) -> Sum:
     """Fit a sum with the smallest relative errors, without negative terms.
 
     More images, pixels or objects never need less.
@@ -223,7 +222,7 @@ def fitted(runs: Sequence[Run], has_objects: bool = False) -> Sum:
     return least_squares(rows, np.ones(len(runs)))
 
 
-def fitted_to_two(runs: Sequence[Run], first: Sum, threshold: float) -> list[Sum]:
+def fitted_to_two(runs: Sequence[MeasuredMicroBatch], first: Sum, threshold: float) -> list[Sum]:
     """Fit two sums whose maximum predicts the bytes of the runs.
 
     Only the second has terms for objects. A run belongs to the sum that predicts more for it. Each

@@ -269,17 +269,18 @@ class Trials:
         return self._usable[name]
 
     def _can_turn_on(self, name: str) -> bool:
-        if get_technique(name).gpu_only and not self.device.is_gpu:
+        technique = get_technique(name)
+        if technique.gpu_only and not self.device.is_gpu:
             return False
-        if name == "ShardedOptimizerStates" and self.job.ranks == 1:
+        if technique.min_ranks > self.job.ranks:
             return False
-        if name == "MixedPrecision" and self.device.float16_fails:
+        if technique.uses_float16 and self.device.float16_fails:
             card = self.device.description
             self._leave_out(f"{name}: left out, float16 is known to fail on {card}")
             return False
         try:
             with one_line_errors():
-                settings = get_technique(name).enabling_settings(self.job.cfg)
+                settings = technique.enabling_settings(self.job.cfg)
                 return self.job.with_settings(settings).cfg != self.job.cfg
         except MemfitError as e:
             self._rule_out(name, e)

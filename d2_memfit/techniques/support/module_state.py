@@ -84,7 +84,7 @@ class ModuleState:
         last: Optional["ModuleState"] = None,
     ) -> None:
         self._changed = list(changed)
-        self._parts: dict[int, _Part]
+        self._parts: dict[int, _SavedModule]
         self._values: _Values
         self.tensors: list[torch.Tensor]
         if last is not None and last._has_parts_of_now(self._changed):
@@ -196,11 +196,11 @@ class _Values:
 
 
 def _parts_of(
-    module: nn.Module, changed: Iterable[torch.Tensor], earlier: Mapping[int, "_Part"]
-) -> dict[int, "_Part"]:
+    module: nn.Module, changed: Iterable[torch.Tensor], earlier: Mapping[int, "_SavedModule"]
+) -> dict[int, "_SavedModule"]:
     """The parts of a module by their ids. Constant ones that are the same as earlier are kept."""
     known: dict[int, Any] = {id(t): t for t in changed}
-    parts: dict[int, _Part] = {}
+    parts: dict[int, _SavedModule] = {}
     modules = deque(module.modules())
     while modules:
         found = modules.popleft()
@@ -208,13 +208,13 @@ def _parts_of(
             known[id(found)] = found
             part = earlier.get(id(found))
             if part is None or not (part.is_constant and part.values.are_same()):
-                part = _Part(found, known)
+                part = _SavedModule(found, known)
             parts[id(found)] = part
             modules.extend(part.modules)
     return parts
 
 
-class _Part:
+class _SavedModule:
     """The buffers and plain attributes of one module.
 
     Args:

@@ -80,7 +80,7 @@ class Injected:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_results_are_the_same_one_image_at_a_time(family, tmp_path):
-    model = tiny_model(tiny_cfg(family))
+    model = tiny_model(tiny_cfg(family, fpn=False))
     expected = evaluate(model)
     model.forward = FailsOn(model, lambda batch: len(batch) > 1)
     actual = evaluate(model, RecoveryOptions(output_dir=str(tmp_path)))
@@ -93,7 +93,7 @@ def test_results_are_the_same_one_image_at_a_time(family, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_failure_anywhere_changes_no_result(family):
-    model = tiny_model(tiny_cfg(family))
+    model = tiny_model(tiny_cfg(family, fpn=False))
     model.forward = Injected(model)
     expected = evaluate(model)
     num_allocations = model.forward.injector.num_allocations
@@ -116,7 +116,7 @@ def test_results_are_on_the_host_before_they_grow():
             raise StopIteration
 
     original = rcnn.detector_postprocess
-    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
     with results_on_host(model), pytest.raises(StopIteration):
         rcnn.detector_postprocess(Results(), 10, 10)
     assert moved == ["cpu"]
@@ -124,14 +124,14 @@ def test_results_are_on_the_host_before_they_grow():
 
 
 def test_an_image_that_fits_in_no_way_is_named():
-    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
     model.forward = FailsOn(model, lambda batch: True)
     with pytest.raises(OutOfMemoryError, match=r"in the evaluation .*image_0.png.*MAX_SIZE_TEST"):
         evaluate(model, RecoveryOptions())
 
 
 def test_without_options_and_afterwards_the_model_is_as_it_was():
-    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
     original = type(model)
     with recovering_inference(model, None):
         assert type(model) is original
@@ -175,7 +175,7 @@ def test_a_copy_of_the_state_that_does_not_fit_is_recovered_from(tmp_path, monke
 
 
 def test_test_time_augmentation_is_recovered_too(tmp_path):
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.TEST.AUG.MIN_SIZES = (48, 64)
     cfg.TEST.AUG.MAX_SIZE = 128
     model = tiny_model(cfg).eval()
@@ -199,7 +199,9 @@ def test_test_time_augmentation_is_recovered_too(tmp_path):
 
 
 def evaluate_on_a_rank(rank):
-    model = compat.create_ddp_model(tiny_model(tiny_cfg("mask_rcnn")), broadcast_buffers=False)
+    model = compat.create_ddp_model(
+        tiny_model(tiny_cfg("mask_rcnn", fpn=False)), broadcast_buffers=False
+    )
     expected = evaluate(model)
     if rank == 1:
         model.module.forward = FailsOn(model.module, lambda batch: len(batch) > 1)
@@ -214,7 +216,7 @@ def test_one_rank_that_fails_keeps_the_others_waiting_and_no_more(two_ranks):
 
 
 def test_other_errors_pass():
-    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
     with recovering_inference(model, RecoveryOptions()), pytest.raises(TypeError):
         model.eval()(None)
 

@@ -76,7 +76,7 @@ def test_a_peak_within_a_forward_is_seen():
 def test_workers_are_told_from_the_trainer(coins):
     from detectron2.data import build_detection_train_loader
 
-    cfg = tiny_cfg("proposal_network")
+    cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.DATASETS.TRAIN = ("coins_train",)
     cfg.DATALOADER.NUM_WORKERS = 1
     trainer = make_trainer(build_detection_train_loader(cfg))
@@ -90,7 +90,7 @@ def test_workers_are_told_from_the_trainer(coins):
 
 def report_on_rank(rank):
     model = compat.create_ddp_model(
-        tiny_model(tiny_cfg("proposal_network")), broadcast_buffers=False
+        tiny_model(tiny_cfg("proposal_network", fpn=False)), broadcast_buffers=False
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     ballast = torch.ones(2**25) if rank else None  # 128 MiB

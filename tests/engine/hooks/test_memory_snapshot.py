@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_written_ends_no_run(tmp_path, log):
 
 
 def test_a_trainer_that_cannot_be_observed_is_an_error(tmp_path):
-    model = tiny_model(tiny_cfg("proposal_network"))
+    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     trainer = SimpleTrainer(model, batches(), torch.optim.SGD(model.parameters(), lr=0.1))
     trainer.register_hooks([MemorySnapshot(str(tmp_path), on_oom=True)])
     with pytest.raises(ConfigError, match="needs an AccumulatingTrainer, and this is a SimpleT"):
@@ -92,7 +92,7 @@ def test_an_error_before_it_begins_is_not_hidden(tmp_path):
 
 @pytest.mark.parametrize("recovers", [False, True])
 def test_out_of_memory_errors_are_written_down_where_they_happen(recovers, tmp_path):
-    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     options = RecoveryOptions() if recovers else None
     trainer = Failing(model, batches(), optimizer, recovery=options)

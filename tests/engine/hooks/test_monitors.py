@@ -21,7 +21,7 @@ def hooks_of(cfg):
 
 def monitors(key, value):
     """The hooks that a key turns on."""
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     default = hooks_of(cfg)
     cfg.MEMFIT.MONITOR[key] = value
     check_settings(cfg)
@@ -29,7 +29,7 @@ def monitors(key, value):
 
 
 def test_none_is_on_by_default():
-    assert hooks_of(tiny_cfg("mask_rcnn")) == [GatherStates, PeakRecorder]
+    assert hooks_of(tiny_cfg("mask_rcnn", fpn=False)) == [GatherStates, PeakRecorder]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -52,4 +52,4 @@ def test_a_value_that_cannot_work_is_an_error(key):
         monitors(key, 0.5)
     except ConfigError:
         return
-    pytest.fail(f"MEMFIT.MONITOR.{key} 0.5 is taken: add a rule (settings/rules.py)")
+    pytest.fail(f"MEMFIT.MONITOR.{key} 0.5 is taken: add a check (settings/key_checks.py)")

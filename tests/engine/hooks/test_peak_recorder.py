@@ -41,7 +41,7 @@ class Keeping(Trainer):
 @pytest.fixture
 def train(tmp_path):
     def run(trainer=Trainer, max_iter=4, **memfit):
-        cfg = tiny_cfg("retinanet")
+        cfg = tiny_cfg("retinanet", fpn=False)
         cfg.DATASETS.TEST = ()
         cfg.SOLVER.IMS_PER_BATCH = 2
         cfg.SOLVER.MAX_ITER = max_iter
@@ -101,7 +101,7 @@ def test_on_a_cpu_private_memory_counts_before_it_is_touched(train, tmp_path):
     ],
 )
 def test_batches_of_any_kind_have_a_size(batch):
-    hook = PeakRecorder(Job.from_cfg(tiny_cfg()))
+    hook = PeakRecorder(Job.from_cfg(tiny_cfg(fpn=False)))
     hook.after_forward(torch.nn.Identity().train(), (batch,))
     assert len(hook._micro_batch) == 4
 

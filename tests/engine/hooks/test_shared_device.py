@@ -160,6 +160,7 @@ def test_a_limit_in_bytes_is_halved_and_grows_back(base, loss_fn, train, log):
     assert f"the micro-batch grows to {limits[-1]:.2f} GB" in log.text
 
 
+@pytest.mark.slow
 def test_micro_batches_of_one_image_are_not_halved(train, log):
     limits = train({11: 2**20}, get="limits", cost_model=cost_model(2 * GB, 65))
     assert set(limits) == {(2 * GB + 65) / GB}

@@ -21,7 +21,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine.losses import loss_rules
+from d2_memfit.engine.losses import schedule
 from d2_memfit.settings import NormalizerOptions
 from tests.engine.losses.criteria_list import (
     CRITERIA,
@@ -288,9 +288,31 @@ def complaints(criterion, outcome):
     return found
 
 
-ALL = [pytest.param(name, size, id=f"{name}-{size}") for name in CRITERIA for size in (1, 3)]
+# fmt: off
+IN_ALL_WAYS = {
+    "NumBoxesOverRanks", "WindowCount", "OwnCount", "ClampWithinAllReduce", "PlainSum", "Fcos",
+    "DistinctClassesOverRanks", "RunningMean", "Solo", "LabelledPixels", "HardPixelsOfBatch",
+    "ClassCountsOverRanks", "PairsOfBatch", "NormalisedGradients", "Queue", "Teacher",
+    "BatchStatistics", "TimesRanks", "SmallDetector", "Dropout", "RandomNegatives",
+}
+# fmt: on
+
+
+def marks(name, size=None):
+    """Micro-batches of one image try each criterion that draws no random numbers. Larger ones, and
+    ranks, try some of them; the others are long.
+    """
+    is_quick = size == 1 and not CRITERIA[name].is_random
+    return () if is_quick or name in IN_ALL_WAYS else pytest.mark.long
+
+
+ALL = [
+    pytest.param(name, size, id=f"{name}-{size}", marks=marks(name, size))
+    for name in CRITERIA
+    for size in (1, 3)
+]
 REMEDIES = [
-    pytest.param(name, remedy, size, id=f"{name}-{remedy}-{size}")
+    pytest.param(name, remedy, size, id=f"{name}-{remedy}-{size}", marks=marks(name, size))
     for name, criterion in CRITERIA.items()
     for remedy in criterion.remedies
     for size in (1, 3)
@@ -314,7 +336,7 @@ def test_every_remedy_helps(name, remedy, size):
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_count_of_pixels_is_not_taken_for_one_of_objects(size, monkeypatch):
     """In the test with the third window, labelled pixels happen to follow from the objects."""
-    monkeypatch.setattr(loss_rules, "_TESTED_AGAIN", (3,))
+    monkeypatch.setattr(schedule, "_AGAIN_AT", (3,))
     outcome = tried(find("LabelledPixels", "LabelledPixelsDeclared"), size)
     assert not outcome.wrong, outcome.distances
     assert not outcome.late
@@ -337,21 +359,7 @@ def of_ranks(ranks, name, remedy, size):
     return first
 
 
-# fmt: off
-ON_RANKS = {
-    "NumBoxesOverRanks", "WindowCount", "OwnCount", "ClampWithinAllReduce",
-    "PlusTenWithinWindowCount", "DistinctClassesOverRanks", "PlainSum", "MeanOfMeans", "Fcos",
-    "QualityWeights", "RunningMean", "Solo", "DicePerMask", "LabelledPixels", "WeightedPixels",
-    "HardPixelsOfBatch", "PaddedMean", "ClassWeights", "ClassCountsOverRanks", "PairsOfBatch",
-    "AsLargeAsMain", "NormalisedGradients", "Queue", "Prototypes", "WarmUpInNumber", "Teacher",
-    "StateForTheLog", "BatchStatistics", "TimesRanks", "SmallDetector",
-}
-# fmt: on
 NOT_RANDOM = [name for name, criterion in CRITERIA.items() if not criterion.is_random]
-
-
-def marks(name):
-    return () if name in ON_RANKS else pytest.mark.long
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=marks(n)) for n in NOT_RANDOM])

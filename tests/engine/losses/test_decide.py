@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
-from d2_memfit.engine.losses import EXACT, NOT_KNOWN, OTHER, loss_rules
+from d2_memfit.engine.losses import EXACT, NOT_KNOWN, OTHER, schedule
 from d2_memfit.engine.losses.sites import IN_FULL
 from d2_memfit.errors import ConfigError
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions
@@ -279,7 +279,7 @@ def test_what_a_first_test_cannot_see_is_told_later(log, monkeypatch):
     numbers = [(10, 3, 4, 5), (1, 8, 2, 2), (6, 4, 4, 4), (2, 2, 7, 2)]
     train(LaterOverObjects, windows_of(numbers), steps=4)
     assert WRONG not in log.text
-    monkeypatch.setattr(loss_rules, "_TESTED_AGAIN", (2, 3))
+    monkeypatch.setattr(schedule, "_AGAIN_AT", (2, 3))
     train(LaterOverObjects, windows_of(numbers), steps=4)
     assert log.text.count(WRONG) == 1
 
@@ -643,6 +643,28 @@ def test_batch_normalisation_does_not_hide_what_losses_are_divided_by(log):
     assert "dropout" not in log.text
 
 
+class CountsPredictions(Detector):
+    """What it counts depends on the statistics of a micro-batch, as it does in YOLOF."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone.insert(1, nn.BatchNorm2d(CHANNELS))
+
+    def forward(self, batch):
+        scores = self.features(batch).sigmoid()
+        number = (scores > 0.55).sum().float()
+        if dist.is_initialized():
+            dist.all_reduce(number)
+            number = number / dist.get_world_size()
+        return {"loss_found": scores.pow(2).sum() / number.clamp(min=1)}
+
+
+def test_counts_that_depend_on_batch_normalisation_are_counts():
+    _, trainer = train(CountsPredictions, windows_of([(10, 3, 0, 5)]), steps=4)
+    assert trainer.loss_rules.rules.counts
+    assert trainer.loss_rules.rules.terms["loss_found"].word == OTHER
+
+
 class AlternatesDatasets(Detr):
     """Each loss is of one of two datasets, which take turns."""
 
@@ -978,7 +1000,7 @@ def on_ranks_tested_again(rank, num_ranks, windows):
         make_on_ranks(rank, num_ranks, LaterOverObjects, part, RecoveryOptions())
         for part in (windows[:2], windows[2:])
     ]
-    with mock.patch.object(loss_rules, "_TESTED_AGAIN", (2, 3)), EventStorage() as storage:
+    with mock.patch.object(schedule, "_AGAIN_AT", (2, 3)), EventStorage() as storage:
         for storage.iter in range(len(windows)):
             trainer = trainers[storage.iter // 2]
             if storage.iter == 2:

@@ -143,6 +143,7 @@ def gradients(kind, windows, **options):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
 @pytest.mark.parametrize("kind", CRITERIA)
 def test_default_keys_do_not_change_the_gradient_of_one_forward(kind, micro_batch_size, log):

@@ -66,6 +66,7 @@ def damage(file, rng):
         f.write(bytes(b ^ 255 for b in old) if length == 1 else bytes(len(old)))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_is_damaged_anywhere_is_noticed_and_the_one_before_is_taken(tmp_path):
     (tmp_path / "good").mkdir()
     saved_run(tmp_path / "good")

@@ -335,6 +335,7 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(
         "SOLVER.MAX_ITER": LAST,
         "MODEL.RESNETS.NORM": "BN",
         "MODEL.BACKBONE.FREEZE_AT": 0,
+        "MEMFIT.NORMALIZERS.POLICY": "off",  # testing the losses takes longer than all else
     }
     straight = straight_weights(**keys)
     add_error, error, before = {**ERRORS, **EDGES}[place]
@@ -415,6 +416,7 @@ def test_a_step_of_a_project_s_own_that_fails_halfway_is_not_saved(coins, tmp_pa
     assert "this trainer's own run_step does not tell how much of the step is done" in log.text
 
 
+@pytest.mark.slow
 def test_a_half_done_step_is_not_saved(coins, tmp_path, log):
     cfg = coins_cfg(tmp_path, "retinanet", **{"SOLVER.CHECKPOINT_PERIOD": 2})
     run_until(cfg, 3, in_the_step, Injected)
@@ -422,6 +424,7 @@ def test_a_half_done_step_is_not_saved(coins, tmp_path, log):
     assert "Injected ended the run in iteration 3. Its state is not saved: the opt" in log.text
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_not_saved(coins, tmp_path, log):
     def spoil(trainer, now):
         weight = next(p for p in trainer.model.parameters() if p.requires_grad)

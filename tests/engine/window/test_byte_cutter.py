@@ -154,6 +154,7 @@ def differences(ones, others):
     return [float((a - b).norm() / b.norm()) for a, b in zip(ones, others)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [Detr, Fcos, Counted])
 def test_the_gradient_is_that_of_one_forward_in_any_order_of_the_images(kind, dtype, log):
@@ -239,6 +240,7 @@ class CountsAlone(Detr):
         return super().forward(batch)
 
 
+@pytest.mark.slow
 def test_a_count_that_fails_is_cut_further():
     windows = [annotated_images(numbers, seed) for seed, numbers in enumerate(NUMBERS)]
     full = gradients(Detr, [[window] for window in windows])

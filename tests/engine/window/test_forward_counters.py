@@ -68,6 +68,7 @@ def test_the_first_iteration_names_them(options, log):
     assert warnings(log)[1] == NAMES
 
 
+@pytest.mark.slow
 def test_with_one_forward_per_iteration_nobody_is_named(log):
     iterate(trainer_of(), 3)
     iterate(trainer_of(recovery=RecoveryOptions()), 3)
@@ -83,9 +84,10 @@ def test_forwards_that_recovery_has_undone_do_not_count(log):
     assert all("2 times per iteration" in text for text in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
 def test_models_without_counters_are_not_named(family, log):
-    cfg = tiny_cfg(family)
+    cfg = tiny_cfg(family, fpn=False)
     cfg.MODEL.RESNETS.NORM = "BN"
     model = tiny_model(cfg)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Limits in which a job fits."""
 
+import pytest
 from tiny import tiny_cfg
 
 from d2_memfit import Job
@@ -11,6 +12,7 @@ from d2_memfit.planner.estimates import DryJob
 RESOLUTION = 16 * 2**20
 
 
+@pytest.mark.slow
 def test_the_least_limit_is_the_lowest_in_which_the_allocator_has_room():
     """Without a limit, a GPU's allocator takes more than it needs, and its tensors need less."""
     cfg = tiny_cfg("retinanet", fpn=False)

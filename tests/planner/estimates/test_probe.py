@@ -73,7 +73,7 @@ def test_mixed_precision_steps_too():
 
 
 def test_a_trainer_has_the_peak_of_a_probe():
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.SOLVER.IMS_PER_BATCH = 4
     cfg.MEMFIT.MICRO_BATCH = 2
     dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))

@@ -90,6 +90,7 @@ def test_the_range_includes_a_typical_batch_that_needs_more():
     assert widths_of(USE, CUDA, 1010 * MB, is_guess=False)["objects"] == (0, 10 * MB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 4096])
 def test_no_batch_of_retinanet_needs_more_than_the_most_crowded_one(chunk_size):
     """Its losses leave out the anchors that overlap an object by less than half.

@@ -12,7 +12,7 @@ from d2_memfit.job import WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob
 from d2_memfit.planner.search import CostFit
-from d2_memfit.planner.search.cost_fit import Run, fitted, fitted_to_two
+from d2_memfit.planner.search.cost_fit import MeasuredMicroBatch, fitted, fitted_to_two
 from d2_memfit.planner.writing import describe_plan, planned, planned_yaml
 from d2_memfit.settings import Settings
 
@@ -27,7 +27,7 @@ def cfg_of(config="COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml", *opts)
 
 
 def run(features, sums):
-    return Run(features, largest_sum(sums, features), 0)
+    return MeasuredMicroBatch(features, largest_sum(sums, features), 0)
 
 
 def test_the_larger_of_two_sums_is_found_again():
@@ -46,7 +46,8 @@ def test_the_larger_of_two_sums_is_found_again():
 
 
 def test_no_term_is_below_zero():
-    runs = [Run((1, n, n * 1e6, n, n * 1e6, 1e6), 1e9 - 1e7 * n, 0) for n in range(1, 5)]
+    features = [(1, n, n * 1e6, n, n * 1e6, 1e6) for n in range(1, 5)]
+    runs = [MeasuredMicroBatch(f, 1e9 - 1e7 * f[1], 0) for f in features]
     assert min(fitted(runs, has_objects=True)) >= 0
 
 

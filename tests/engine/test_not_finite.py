@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from detectron2.layers import FrozenBatchNorm2d
 from detectron2.structures import Boxes, Instances, RotatedBoxes
 from detectron2.utils.events import EventStorage
 
@@ -55,6 +56,16 @@ def message(request):
         return str(e.value)
 
     return message
+
+
+@pytest.mark.parametrize("loaded", ["running_mean", "bias"])  # Caffe2's weights have only the bias
+def test_random_weights_behind_frozen_norms(message, loaded):
+    model = Model(3e38)
+    model.norm = FrozenBatchNorm2d(3)
+    text = message(model, [[image(1e3)]])
+    assert "Likely the random weights, because frozen batch norm does not normalise" in text
+    getattr(model.norm, loaded).fill_(1)
+    assert "random weights" not in message(model, [[image(1e3)]])
 
 
 def test_pixels_that_are_not_finite(message):

@@ -5,7 +5,7 @@ from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from tiny import image, tiny_cfg, tiny_model
 
-from d2_memfit.techniques import resize_image
+from d2_memfit.job import resize_image
 
 
 def test_annotations_go_with_the_image():

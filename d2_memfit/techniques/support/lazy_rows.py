@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..compat.pytorch import make_wrapper, schema, tree_iter, tree_map, without_torch_function
+from ...compat.pytorch import make_wrapper, schema, tree_iter, tree_map, without_torch_function
 
 __all__ = ["LazyRows", "RememberedRows", "UpsamplesLater", "WritesToLazyRows"]
 

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Rules for the values of config keys, and the function that checks a config by them."""
+"""Checks for the values of config keys, and the function that checks a config by them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -29,32 +29,32 @@ from ..techniques import TECHNIQUES, TIERS
 from .lazy import ARGUMENTS
 from .scaling import auto_scale_workers
 
-__all__ = ["Rules", "check_arguments", "check_settings"]
+__all__ = ["KeyChecks", "check_arguments", "check_settings"]
 
-Rule = Callable[[str, Any], Any]
+Check = Callable[[str, Any], Any]
 
 
-class Rules(NamedTuple):
-    """Rules for keys, which raise :class:`ConfigError`.
+class KeyChecks(NamedTuple):
+    """Checks for keys, which raise :class:`ConfigError`.
 
     Attributes:
-        values: rules by key, each called with the key and its value.
-        relations: rules for several keys. Each is called with the config if the keys pass their
-            own rules.
+        values: checks by key, each called with the key and its value.
+        relations: checks for several keys. Each is called with the config if the keys pass their
+            own checks.
     """
 
-    values: Mapping[str, Rule]
+    values: Mapping[str, Check]
     relations: Sequence[tuple[Sequence[str], Callable[[CfgNode], Any]]] = ()
 
 
-_NO_MORE = Rules({})
+_NO_MORE = KeyChecks({})
 
 
-def _or_none(rule: Rule) -> Rule:
-    return lambda key, value: None if value is None else rule(key, value)
+def _or_none(check: Check) -> Check:
+    return lambda key, value: None if value is None else check(key, value)
 
 
-def _choice(*choices: str) -> Rule:
+def _choice(*choices: str) -> Check:
     return partial(check_choice, choices=choices)
 
 
@@ -102,7 +102,7 @@ _SWITCHES = (
     *("EVALUATION.ON_DISK", "MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE", "PLAN.COST_MODEL"),
     *("PLAN.ENABLED", "PLAN.FROM_RUNS", "STOP_ON_SIGNALS"),
 )
-_RULES: dict[str, Rule] = {
+_CHECKS: dict[str, Check] = {
     **{f"MEMFIT.{key}": check_bool for key in _SWITCHES},
     "MODEL.DEVICE": lambda key, value: check_device(value),
     "SOLVER.ACCUMULATION_STEPS": check_positive_int,
@@ -162,7 +162,7 @@ _RELATIONS: tuple[tuple[Sequence[str], Callable[[CfgNode], Any]], ...] = (
 
 
 def check_arguments(node: str, arguments: Mapping[str, Any]) -> None:
-    """Check arguments by the rules for keys.
+    """Check arguments by the checks for keys.
 
     Args:
         node: the node of the keys, for arguments that are not in :data:`ARGUMENTS`.
@@ -172,20 +172,20 @@ def check_arguments(node: str, arguments: Mapping[str, Any]) -> None:
     """
     keys = {name: ARGUMENTS.get(name, f"{node}.{name.upper()}") for name in arguments}
     check_all(
-        ([key], partial(_RULES[key], name, arguments[name]))
+        ([key], partial(_CHECKS[key], name, arguments[name]))
         for name, key in keys.items()
-        if key in _RULES
+        if key in _CHECKS
     )
 
 
 def check_settings(
-    cfg: CfgNode, ranks: Optional[int] = None, more: Rules = _NO_MORE, trains: bool = True
+    cfg: CfgNode, ranks: Optional[int] = None, more: KeyChecks = _NO_MORE, trains: bool = True
 ) -> CfgNode:
     """Check a config that has all keys of d2_memfit.
 
     Args:
         ranks: the number of ranks; None if it is not known.
-        more: rules in addition to those for the keys of d2_memfit.
+        more: checks in addition to those for the keys of d2_memfit.
         trains: False for an evaluation, which does not read the keys of training.
 
     Returns:
@@ -201,9 +201,9 @@ def check_settings(
     scaled = [cfg]
 
     def checks() -> Iterator[tuple[Sequence[str], Callable[[], Any]]]:
-        for key, rule in {**_RULES, **more.values}.items():
+        for key, check in {**_CHECKS, **more.values}.items():
             if trains or key in more.values or not key.startswith("SOLVER."):
-                yield [key], partial(rule, key, value_of(cfg, key))
+                yield [key], partial(check, key, value_of(cfg, key))
         for name, technique in TECHNIQUES:
             yield [name], partial(technique.is_on, cfg)  # raises on a value that cannot work
             if trains and ranks is not None:

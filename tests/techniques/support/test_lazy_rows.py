@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from detectron2.structures import BitMasks, Instances
 
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import lazy_rows
-from d2_memfit.techniques.lazy_rows import LazyRows, WritesToLazyRows
+from d2_memfit.techniques.support import lazy_rows
+from d2_memfit.techniques.support.lazy_rows import LazyRows, WritesToLazyRows
 
 
 @pytest.fixture(autouse=True)
