@@ -92,7 +92,7 @@ class Collective:
 
     @property
     def is_large(self) -> bool:
-        """Whether it sums so many numbers that they may be no counts: statistics, for example."""
+        """Whether it sums so many numbers that they may be statistics, and not counts."""
         return self.tensors[0].numel() > _FEW
 
     def run_alone(self) -> bool:

@@ -62,7 +62,7 @@ class Run:
         not_built: the parts, as ``Technique.part``, whose techniques are not applied yet.
 
     Raises:
-        ConfigError: the job is to be planned, and was not.
+        ConfigError: the job asks for a plan, and was not planned.
     """
 
     def __init__(self, job: Job) -> None:
@@ -195,7 +195,7 @@ class Run:
 
 
 def _place(hook: HookBase) -> int:
-    """The best is saved after all that evaluates, and an ending after all else."""
+    """The order of hooks: the best is saved after evaluations, and an ending after everything."""
     return 2 if isinstance(hook, SaveOnEnding) else int(isinstance(hook, BestCheckpoint))
 
 

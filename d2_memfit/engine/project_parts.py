@@ -31,7 +31,7 @@ _KEPT = {"model", "data_loader", "optimizer", "gather_metric_period"}
 def project_parts(
     options: Mapping[str, Any], ddp_options: Mapping[str, Any]
 ) -> Iterator[list[AccumulatingTrainer]]:
-    """While open, make objects of Detectron2's classes what d2_memfit needs, whoever makes them.
+    """While open, adapt new objects of Detectron2's classes to d2_memfit, whoever makes them.
 
     - A ``SimpleTrainer`` or ``AMPTrainer`` becomes an :class:`AccumulatingTrainer`. A class derived
       from ``SimpleTrainer`` gets it as a base before ``SimpleTrainer``, so that its

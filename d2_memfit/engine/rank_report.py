@@ -85,8 +85,9 @@ class RankReport:
 class Vote:
     """The exchange of reports between ranks, which all take part in.
 
-    It is one small tensor, unless a report of any rank says more than the numbers of what all ranks
-    know, such as an error. All ranks see that in the tensor, and pickled reports follow.
+    Ranks exchange one small tensor, if only numbers have changed since the last pickled reports. If
+    a report has more, such as an error, all ranks see that in the tensor, and exchange pickled
+    reports.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -76,7 +76,8 @@ class AccumulatingTrainer(ResumableTrainer):
     Attributes:
         cutter: cuts windows into micro-batches.
         out_of_memory_observers: called when memory runs out, before anything is freed.
-        stop_signal: a signal's number, set on any rank; ``agreed_stop_signal`` on all after a step.
+        stop_signal: a signal's number, which any rank may set.
+        agreed_stop_signal: the same on all ranks, after a step.
 
     Raises:
         ConfigError: a number is not a positive integer; the device cannot compute in this

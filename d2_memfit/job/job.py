@@ -77,8 +77,8 @@ class Job:
             in estimates. Modules that it calls are parts of the model, so that they are counted.
 
     Attributes:
-        settings: what the job is told. For a LazyConfig or pieces, the keys of its ``cfg`` hold the
-            corresponding values.
+        settings: the parsed config keys. For a LazyConfig or pieces, the keys of its ``cfg`` hold
+            the corresponding values.
         parts: makes model, optimizer and loaders.
 
     Raises:

@@ -56,7 +56,7 @@ class TrainerParts:
         return [partial(build, self.cfg, name) for name in self.cfg.DATASETS.TEST]
 
     def test(self, model: nn.Module) -> Any:
-        """Evaluate as the job's owner does."""
+        """Evaluate as the project does."""
         return self._method("test")(self.cfg, model)
 
     def ddp_options(self) -> dict[str, Any]:

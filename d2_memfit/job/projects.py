@@ -83,7 +83,7 @@ def projects_of(trainer: str) -> list[str]:
 
 
 def own_registry(cfg: CfgNode) -> Optional[str]:
-    """The module whose own meta-architecture registry has the config's; None if none has.
+    """The module with its own registry that has the config's meta-architecture; None if none has.
 
     The registry is not Detectron2's.
     """

@@ -21,7 +21,7 @@ _TRIES = 20  # for a mapper that may drop an image
 
 
 def worst_real_images(parts: Parts, num_images: int) -> list[Any]:
-    """Read and map real images, the largest of the most crowded and of the largest files.
+    """Read and map the most crowded images and the largest ones; return the largest results.
 
     Args:
         parts: the job's parts. The mapper of its training loader is used as it is, with

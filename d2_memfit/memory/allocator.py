@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Settings with which PyTorch, cuDNN, oneDNN and NumPy keep less memory, or take it in time."""
+"""Settings with which PyTorch, cuDNN, oneDNN and NumPy keep less memory, or take it early."""
 
 import os
 import sys
@@ -111,12 +111,12 @@ def limit_cudnn_cache() -> None:
 
 @cache
 def take_library_buffers() -> None:
-    """Let libraries take the memory without which they cannot go on, before there is a limit.
+    """Let libraries take the memory that they cannot do without, before a limit is set.
 
     OpenBLAS takes a buffer of 32 MB at its first product. Without memory for it, it asks again and
     again, and never returns (blas_memory_alloc in driver/others/memory.c). SciPy has an OpenBLAS of
     its own. libgomp ends the process if it cannot start a thread (gomp_fatal in libgomp/team.c).
-    oneDNN and OpenCV make an error of it, but each has threads and tables that it takes once.
+    oneDNN and OpenCV raise an error, but each has threads and tables that it takes once.
     """
     square = np.ones((1024, 1024), np.float32)  # large enough for all of OpenBLAS's threads
     _ = square @ square

@@ -25,13 +25,13 @@ __all__ = [
 
 
 class TensorCensus:
-    """The tensors that exist now, to find those that come later."""
+    """The tensors that exist now, to find the new ones later."""
 
     def __init__(self) -> None:
         self._known = {id(t): weakref.ref(t) for t in dense_tensors()}
 
     def newcomers(self) -> list[torch.Tensor]:
-        """Tensors that have appeared since, one for each storage."""
+        """Tensors made since then, one for each storage."""
         new = [t for t in dense_tensors() if self._known.get(id(t), lambda: None)() is not t]
         return list({storage_id(t.untyped_storage()): t for t in new}.values())
 

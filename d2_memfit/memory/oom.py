@@ -121,7 +121,7 @@ def _process_is_limited() -> bool:
 
 
 def with_room(make: Callable[[], _Made], device: torch.device) -> _Made:
-    """Make something small; if memory runs out, once more after unreferenced memory was freed."""
+    """Make something small. If memory runs out, free unreferenced memory, and try once more."""
     try:
         return make()
     except Exception as e:

@@ -68,7 +68,8 @@ def adapt_criteria(model: nn.Module, is_exact: bool) -> None:
     """Make a model's known criteria ask for the window's counts.
 
     Args:
-        is_exact: whether those, too, that cost a forward more and are close without.
+        is_exact: whether to include criteria that are close without, and that cost one more forward
+            of all images.
     """
     adapters = {n: _mixin(means) for n, means in _MEANS.items() if is_exact or not means.is_exact}
     adapters["DenseDetector"] = _RunningNormalizer

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Why the gradient of a loss is another one in micro-batches, and what helps."""
+"""Why the gradient of a loss differs in micro-batches, and what helps."""
 
 import math
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ class Evidence:
         names: of the losses.
         pair: the images together and in parts, with the gradient of these losses.
         broken_counts: counts that do not add up, on which the losses depend, as text.
-        frozen, restored: whether the losses are right with the running statistics of batch
-            normalisation, and if each part finds the state at the start.
-        state: names of what a forward changes.
+        frozen: whether the losses are right if batch normalisation uses its running statistics.
+        restored: whether the losses are right if each part starts from the same state.
+        state: names of what a forward changes in the model.
         norms: names of layers of batch normalisation that are trained.
     """
 
@@ -38,7 +38,7 @@ class Evidence:
 
     @property
     def objects(self) -> list[float]:
-        """The number of them in each part."""
+        """The number of objects in each part."""
         return [part.counts[sites.OBJECTS].item() for part in self.pair.parts.each]
 
     def is_right(self, weights: Sequence[float]) -> bool:
@@ -59,14 +59,14 @@ class Evidence:
 def weights_of_parts(
     whole: torch.Tensor, parts: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, float]:
-    """The weights of the parts' gradients that come nearest to the whole's, and what is left."""
+    """The weights of the parts' gradients whose sum is nearest to the whole's, and its distance."""
     columns = torch.stack(list(parts), 1)
     weights = torch.linalg.lstsq(columns, whole[:, None], driver="gelsd").solution[:, 0]
     return weights, relative(columns @ weights - whole, whole)
 
 
 def cause_of(found: Evidence) -> str:
-    """The cause, and a remedy that works for it. Causes that were seen by running come first."""
+    """The cause, and a remedy for it. Causes that were found by running the model come first."""
     names = ", ".join(f'["{name}", "{{}}"]' for name in found.names)
     key = f"MEMFIT.NORMALIZERS.LOSSES [{names}]"
     objects = [max(n, 1.0) for n in found.objects]  # a batch without any is divided by 1

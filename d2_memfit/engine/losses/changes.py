@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What forwards change in a model: statistics, counters, queues, prototypes. Found by running."""
+"""What forwards change in a model, found by running: statistics, counters, queues, prototypes."""
 
 import zlib
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ _MOST = 1000  # entries of a container that are looked at
 
 
 def state_of(model: nn.Module) -> State:
-    """All that is not a parameter of the model and may change, by name."""
+    """Everything in the model that may change and is not a parameter, by name."""
     state: State = {}
     for path, part in model.named_modules():
         if isinstance(part, BatchNorm):  # batch statistics are judged by themselves
@@ -32,12 +32,12 @@ def state_of(model: nn.Module) -> State:
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Names whose value is another one. What a first forward adds, such as a cache, is none."""
+    """Names whose value has changed. What a first forward adds, such as a cache, is left out."""
     return [name for name, value in after.items() if name in before and value != before[name]]
 
 
 def counters_of(before: State, after: State, forwards: int) -> list[str]:
-    """Numbers that have grown by one with each forward."""
+    """Names of numbers that have grown by one with each forward."""
     return [
         name
         for name in changed_names(before, after)
@@ -54,7 +54,7 @@ def _number(value: Any) -> Optional[float]:
 
 
 def _print_of(value: Any, depth: int) -> Any:
-    """A value that can be compared; another one after a change."""
+    """A value that can be compared, and that differs after a change."""
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, torch.Tensor):

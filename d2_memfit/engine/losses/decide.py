@@ -1,15 +1,14 @@
 # Copyright (c) the d2_memfit developers.
-"""A test of what losses are divided by: the gradient of images together against that of parts.
+"""A test of what losses are divided by: it compares gradients of images together and in parts.
 
-A window must have the gradient of one forward over all its images. The test takes images of the
-job (:mod:`.variants`), together and in parts, and compares the gradients, first of all losses, then
-of each loss that may differ. It does so with each way of weighting that there is: by images, and
-with the counts that are declared. A count must add up: the count of the images together is the sum
-of those of the parts. What a forward changes in the model is kept from part to part, as in
-training.
+A window must have the gradient of one forward over all its images. The test runs images of the job
+(:mod:`.variants`) together and in parts. It compares the gradient of all losses, and then that of
+each loss that may differ, for each way of weighting: by images, and with the counts that are
+declared. A count must add up: the count of the images together is the sum of the counts of the
+parts. What a forward changes in the model stays for the next part, as in training.
 
-Nothing is left behind. Random numbers do not depend on the batch, and nothing is dropped
-(:class:`SameDraws`).
+After the test, the model is as before. During the test, random numbers do not depend on the batch,
+and there is no dropout (:class:`SameDraws`).
 """
 
 import math
@@ -43,21 +42,21 @@ __all__ = ["GradientTest", "UntestableError", "Way", "gradient_test", "text_of"]
 
 _ROUNDING = 2e-5  # of float32
 _OF_FLOAT64 = 1e-9
-_SMALL = 1e-5  # of the gradient of all losses; one of a smaller loss is compared with this
-_DIVIDED = 0.75  # a loss that is divided by a count has about half, if the count is doubled
+_SMALL = 1e-5  # of the gradient of all losses; smaller gradients are compared with this
+_DIVIDED = 0.75  # a loss that is divided by a count is about halved if the count is doubled
 _MOST_FORWARDS = 60  # images through the model
 _MUCH = 1.05  # a larger gain or loss in the distance of all losses counts
-# How many images go through the model together, and by how much they have fewer pixels. The next is
-# tried where memory runs out; the last one goes without gradients.
+# Images that go through the model together, and the number by which their pixels are divided. After
+# an out-of-memory error, the next entry is tried; the last one runs without gradients.
 _SMALLER = ((3, 1), (3, 4), (2, 4), (2, 16), (3, 16))
 # Images of a part, whether one has no labels, and whether batch normalisation uses its running
-# statistics. The next is tried where the model's code raises an error.
+# statistics. After an error of the model's code, the next entry is tried.
 _SAMPLES = ((1, True, False), (1, False, False), (2, False, False))
 _FROZEN = ((1, True, True), (1, False, True), (2, False, True))
 _OWN_IMAGES = 4
 _MOST_PIXELS = 2**17  # of the images together
-_BORDERS = 10  # the effect of padding, which no weights have, may make a distance so much larger
-_PADDING = 0.05  # it is not named up to here
+_BORDERS = 10  # a distance up to so many times what weights leave unexplained is due to borders
+_PADDING = 0.05  # the largest such distance that is not named
 _PADDED = (
     "in images of different sizes, it is a mean over padded images. Take the mean of each image"
 )
@@ -82,10 +81,11 @@ class Way:
     """A way of weighting losses.
 
     Attributes:
-        pair: the images of the test with it, and all losses. Batch normalisation uses its running
-            statistics: those of a micro-batch would hide what losses are divided by.
+        pair: the images of the test, weighted in this way, with all losses. Batch normalisation
+            uses its running statistics: those of a micro-batch would hide what losses are divided
+            by.
         unused: places of ``window_count`` on which no loss depends.
-        broken: counts that do not add up: losses that depend on one, and a text about it.
+        broken: for each count that does not add up, the losses that depend on it, and a text.
         counted: names of losses that depend on a declared count.
     """
 
@@ -102,16 +102,16 @@ def gradient_test(
     patterns: Sequence[Sequence[str]] = (),
     of_micro_batch: Optional[int] = None,
 ) -> "GradientTest":
-    """The test on images that the model can be run with.
+    """Test the losses with the first kinds of images with which the model runs.
 
     Args:
-        patterns: of MEMFIT.NORMALIZERS.LOSSES: names of losses, and what weighs them.
-        of_micro_batch: images that a micro-batch may have. Those of the test together are as small
-            as these; None: they are as small as :data:`_MOST_PIXELS`.
+        patterns: of MEMFIT.NORMALIZERS.LOSSES: names of losses, and what they are weighted by.
+        of_micro_batch: images that a micro-batch may have. The images of the test together have at
+            most as many pixels as these; None: at most :data:`_MOST_PIXELS`.
 
     Raises:
-        UntestableError: there are no such images.
-        ConfigError: the losses cannot be trained on, or are told in two ways.
+        UntestableError: the model runs with none of them.
+        ConfigError: the losses cannot be trained on, or are declared twice.
     """
     error = ""
     norms = _trained_norms(subject.model)
@@ -154,20 +154,21 @@ class GradientTest:
 
     Args:
         subject: the model and its losses.
-        images: those of the window.
+        images: the images of the window.
         patterns: as for :func:`gradient_test`.
-        number: images that go through the model together; as many as two parts have, at least.
-        of_part: those of a part.
-        with_empty, freezes: whether the third one has no labels; whether batch normalisation uses
-            its running statistics. Some models can only be tested so.
-        left_out: kinds of images that the test had to leave out; "" if it has all.
+        number: images that go through the model together; at least those of two parts.
+        of_part: images of a part.
+        with_empty: whether the third image has no labels.
+        freezes: whether batch normalisation uses its running statistics. Some models can only be
+            tested so.
+        left_out: kinds of images that the test had to leave out; "" if there are none.
 
     Attributes:
-        ways: the first one is by images.
-        nearest: the one to take.
-        changed, counters: names of what forwards change in the model, and of numbers among them
-            that count forwards.
-        names: of the losses.
+        ways: the ways of weighting; the first one is by images.
+        nearest: the way to take.
+        changed: names of what forwards change in the model.
+        counters: those of numbers that count forwards.
+        names: names of the losses.
         statistics: sums over ranks of many numbers that do not add up, as text.
         not_finite: names of losses that only an image without labels makes infinite or NaN.
 
@@ -231,7 +232,7 @@ class GradientTest:
 
     @property
     def unused(self) -> list[str]:
-        """Places of ``window_count`` on which no loss depends, in any way."""
+        """Calls of ``window_count`` on which no loss depends, in any way of weighting."""
         of_ways = [set(way.unused) for way in self.ways[1:]]
         return sorted(set.intersection(*of_ways)) if of_ways else []
 
@@ -277,12 +278,12 @@ class GradientTest:
         return self._run(groups, **self._when_choosing, **options)
 
     def _way(self, by_image: Way, told: Counts, pretends: bool) -> Way:
-        """Test the parts with answers, which are what the images together have counted."""
+        """Test the parts with answers: the counts of the images together."""
         of_parts = set(by_image.rules.places)
         if pretends:
             first = self._choosing(self._apart[:1], pretends=True, with_gradient=False)
             of_parts.update(first.each[0].counts)
-        # Where more is counted for several images, each of them is counted for itself.
+        # If images together have more counts than a single one, the model counts each image.
         for_itself = {site[:2] for site in told.keys() - of_parts}
         counts = {s: n for s, n in told.items() if s[0] in _KINDS and s[:2] not in for_itself}
         depends, divided = self._effects(counts, pretends)
@@ -312,10 +313,10 @@ class GradientTest:
         return Way(rules, pair, [*map(sites.place_of, unused)], texts, counted)
 
     def _counts_of_own_images(self, counts: Counts, pretends: bool) -> list[Counts]:
-        """Counts of the job's images as they are, one by one.
+        """Counts of the job's unchanged images, one by one.
 
-        The images of the test are alike, so counts of other things, such as labelled pixels, may
-        seem to follow from their objects.
+        The images of the test are so similar that counts of other things, such as labelled pixels,
+        may seem to follow from the number of objects.
         """
         groups = [[image] for image in self._images[:_OWN_IMAGES]]
         totals = self._totals(counts)
@@ -370,10 +371,10 @@ class GradientTest:
     def _weights(
         self, counts: Counts, depends: Mapping[Site, frozenset[str]], divided: Sequence[str]
     ) -> dict[str, Site]:
-        """What weighs some losses in place of images.
+        """For some losses, what they are weighted by, if not by images.
 
         Raises:
-            ConfigError: a loss is told in two ways.
+            ConfigError: what a loss is divided by is declared twice.
         """
         kinds = {s[0]: s for s in (sites.OBJECTS, sites.IN_FULL)}
         summed = {k for s in counts if s[0] == sites.SUM for k in depends[s]}
@@ -393,10 +394,11 @@ class GradientTest:
         return weights
 
     def _nearest(self) -> Way:
-        """The way with the nearest gradient that spoils no loss which images alone have right.
+        """The way with the nearest gradient. Losses that are right by images must stay right.
 
-        One loss may hide in the gradient of all what others gain. If both ways are right, so are
-        counts for images that differ more than those of the test.
+        In the gradient of all losses, one loss may hide that others are nearer. So losses that are
+        off are counted first. If two ways are right, counts are taken: they are also right for
+        images that differ more than those of the test.
         """
         best = self.ways[0]
         right = [name for name in self.names if not best.pair.is_off(name)]
@@ -414,12 +416,12 @@ class GradientTest:
 
     @property
     def _rounding(self) -> float:
-        """Distance of all losses below which each of them is right."""
+        """If the distance of all losses together is smaller than this, each loss is right."""
         is_double = next(self._subject.model.parameters()).dtype == torch.float64
         return _OF_FLOAT64 if is_double else _ROUNDING
 
     def _judged(self, way: Way) -> tuple[dict[str, Term], set[Site]]:
-        """The terms, and counts whose formula does not hold for images of another size."""
+        """The terms, and sites whose formula does not hold for images of another size."""
         if not self._subject.has_gradients:
             why = "there was no memory for the gradient of two images"
             return dict.fromkeys(self.names, Term(NOT_KNOWN, 0.0, why)), set()
@@ -444,13 +446,13 @@ class GradientTest:
         [found] = self._pairs(way, [names], 2)
         if found.word == EXACT and found.distance <= self._rounding:
             terms.update(dict.fromkeys(names, Term(EXACT, found.distance)))
-            # The gradient of one loss may be so small that it hides in that of all.
+            # The gradient of one loss may be too small to be seen in that of all losses.
             names = [name for name in names if found.pairs[0].is_off(name)]
         off = {name: found.offset_and_noise(name) for name in names}
         noisy = [name for name, (_, noise) in off.items() if noise > LIMIT]
         fixed = [name for name in names if name not in noisy]
         groups = self._pairs(way, _criteria(fixed, found.pairs[0]), 1)
-        # More pairs cannot settle what is far within the noise.
+        # If all differences are far within the noise, more pairs cannot decide.
         may_settle = any(off[name][0] > 2 * off[name][1] for name in noisy)
         for group in self._pairs(
             way, _criteria(noisy, found.pairs[0]), MOST_PAIRS if may_settle else 1
@@ -477,12 +479,12 @@ class GradientTest:
     ) -> list[Pair]:
         """The gradient of each group of losses for images together, and in parts.
 
-        A model whose backward cannot run twice, such as a compiled one, has a forward for each
-        group; one for all if these are too many.
+        If a model's backward cannot run twice, such as that of a compiled model, each group has its
+        own forward. If these are too many, all groups get the result of all their losses together.
 
         Args:
-            images: others than those of the test; a part has one.
-            options: of :meth:`Subject.run`; ``carries`` is about the parts.
+            images: used in place of the test's images, one per part.
+            options: of :meth:`Subject.run`; ``carries`` applies to the parts only.
         """
         is_known = not images and options == self._when_choosing
         if not groups or (len(groups[0]) == len(self.names) and is_known):
@@ -508,7 +510,7 @@ class GradientTest:
         pretends = way.rules.pretends and self._subject.pretended is not None
         shared = {**options, "losses": groups}
         whole = told = self._run(together, **{**shared, "carries": True})
-        if pretends:  # sums over ranks are seen only so
+        if pretends:  # sums over ranks are seen only with a pretended rank
             told = self._run(together, pretends=True, with_gradient=False, **shared)
         known = {*way.rules.counts, sites.IMAGES, sites.OBJECTS}
         counts = {site: n for site, n in told.each[0].counts.items() if site in known}
@@ -519,7 +521,7 @@ class GradientTest:
         return [Pair(whole.of_group(i), parts.of_group(i)) for i in range(len(groups))]
 
     def _pairs(self, way: Way, groups: Sequence[Sequence[str]], most: int) -> list[Pairs]:
-        """Pairs with other random numbers, until the mean of their differences is known."""
+        """Pairs with different random numbers, until the mean of their differences is known."""
         least = _SMALL * float(self._whole.gradient.norm())
         first = self._run_pairs(way, groups)
         of_groups = [Pairs(group, [pair], least) for group, pair in zip(groups, first)]
@@ -557,7 +559,7 @@ class GradientTest:
         ]
 
     def _published(self) -> dict[str, Published]:
-        """For losses of well-known code, the distances that are stated."""
+        """The distances that the documentation states for losses of well-known code."""
         found: dict[str, Published] = {}
 
         def losses(model: Any, batch: Any) -> Any:
@@ -574,12 +576,13 @@ class GradientTest:
     def _in_two_sizes(self, way: Way, names: Sequence[str]) -> tuple[dict[str, Term], set[Site]]:
         """Test losses that are exact so far with images of two sizes, which are padded.
 
-        Other padding also changes features near borders. That is of the data, and no loss is named
-        for a little of it. A loss is, if its images have other weights because of their sizes: if
-        weights explain the distance, or values differ as much. Otherwise it is not known, because
-        borders can change a fifth of a gradient in a deep model. A loss that depends on a count, or
-        that images alone have wrong, is not a mean over padded images. Random numbers, such as a
-        sampler's, are others with other padding: then nothing is said.
+        A small image has less padding alone than in a batch with a larger one. This changes
+        features near borders. That is an effect of the data, so a small distance is not named. A
+        larger one is named as a mean over padded images if weights of the images explain the
+        distance, or if values differ as much. Otherwise the result is "not known", because in a
+        deep model, borders can change a fifth of a gradient. A loss that depends on a count, or
+        that is wrong by images, is not a mean over padded images. If random numbers are drawn, such
+        as by a sampler, they differ with the padding: then there is no result.
         """
         found: dict[str, Term] = {}
         means = [name for name in names if not self.ways[0].pair.is_off(name)]
@@ -587,7 +590,7 @@ class GradientTest:
         images = images_of_two_sizes(self._images)
         if not images or not (names or way.rules.counts) or not self._has_time:
             return found, set()
-        try:  # without a second rank first, which would be taken for the cause of an error
+        try:  # without a pretended rank, which would be taken for the cause of an error
             self._run([images, *([image] for image in images)], with_gradient=False)
         except Exception:  # such as torch.stack: all images must have one size
             return found, set()
@@ -610,7 +613,7 @@ class GradientTest:
 
 
 def _criteria(names: Sequence[str], pair: Pair) -> list[list[str]]:
-    """Losses of one criterion together, such as those of all layers, if they are as right."""
+    """Groups of losses of one criterion, such as of all layers; right and wrong ones apart."""
     groups: dict[Any, list[str]] = {}
     for name in names:
         groups.setdefault((re.sub(r"\d+", "", name), pair.is_off(name)), []).append(name)
@@ -624,7 +627,7 @@ def _trained_norms(model: nn.Module) -> list[str]:
 
 
 def _term(group: Pairs, noise: float, known: Published, why: str) -> Term:
-    """The result for a loss of a group, whose code may have a stated distance."""
+    """The result for a loss of a group. ``known``: the stated distance of its code."""
     if group.word == EXACT:
         return Term(EXACT, group.distance)
     if group.distance + noise <= known.distance:

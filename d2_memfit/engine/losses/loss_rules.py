@@ -282,7 +282,7 @@ class LossRules:
 
     def described(self) -> list[str]:
         """Places in the code whose counts are the window's, and how these are found."""
-        how = {True: "from the annotations", False: "by a forward more"}
+        how = {True: "from the annotations", False: "by one more forward"}
         counts = self.rules.counts.items()
         return sorted(
             {f"{sites.place_of(s)} ({how[formula is not None]})" for s, formula in counts}

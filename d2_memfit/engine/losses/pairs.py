@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Images together and in parts, run with the same random numbers, and what their gradients say."""
+"""Runs of images together and in parts, with the same random numbers, compared by gradients."""
 
 import math
 from collections.abc import Sequence
@@ -38,11 +38,11 @@ class Pair:
         return self.whole.has_drawn or self.parts.has_drawn
 
     def off(self, name: str) -> float:
-        """By how much the value of a loss in parts is off."""
+        """How much larger a loss is in parts than for the images together."""
         return self.parts.loss(name) - self.whole.loss(name)
 
     def is_off(self, name: str) -> bool:
-        """Whether the value of a loss in parts is not that of the images together."""
+        """Whether the value of a loss in parts differs from that of the images together."""
         return not abs(self.off(name)) <= LIMIT * abs(self.whole.loss(name))
 
     def values_off(self, names: Sequence[str]) -> float:
@@ -60,7 +60,7 @@ class Pairs:
     """Pairs with different random numbers, about the same losses.
 
     Attributes:
-        least: norm of a gradient with which a smaller one is compared, if the values are right.
+        least: the distance of a smaller gradient is relative to this norm, if the values are right.
         is_noisy: whether values of its losses differ from pair to pair.
     """
 
@@ -70,14 +70,14 @@ class Pairs:
     is_noisy: bool = False
 
     def offset_and_noise(self, name: str) -> tuple[float, float]:
-        """By how much a loss's value is off in the mean of the pairs, and the range, relative."""
+        """Mean difference of a loss's value in parts, and the range over the pairs; relative."""
         off = [pair.off(name) for pair in self.pairs]
         scale = max(abs(pair.whole.loss(name)) for pair in self.pairs) or math.inf
         return abs(sum(off)) / len(off) / scale, (max(off) - min(off)) / scale
 
     @property
     def is_settled(self) -> bool:
-        """Whether more pairs would tell no more."""
+        """Whether more pairs would not change the result."""
         is_right = len(self.pairs) == 1 and self.distance <= LIMIT and not self.pairs[0].has_drawn
         return is_right or (len(self.pairs) > 1 and self.noise <= LIMIT / 3)
 
@@ -93,7 +93,7 @@ class Pairs:
 
     @property
     def distance(self) -> float:
-        """Relative norm of the mean difference, less what noise adds to it."""
+        """Relative norm of the mean difference, without the share of the noise."""
         mean = torch.stack([pair.difference for pair in self.pairs]).mean(0)
         if not mean.isfinite().all():
             return math.inf

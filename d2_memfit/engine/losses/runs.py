@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Forwards and backwards for tests of a model. They leave nothing behind."""
+"""Forwards and backwards for tests of a model, which is then as before."""
 
 import copy
 import random
@@ -67,10 +67,9 @@ class Forward:
     """One forward of a test.
 
     Attributes:
-        images, objects: numbers of them.
-        losses: their values, with the weights that they have in place of images.
-        gradients: a sketch of the gradient of each group of them, with their weights, without the
-            images'.
+        images: number of images.
+        losses: values of the losses, with weights by counts but not by images.
+        gradients: a sketch of the gradient of each group of losses, with the same weights.
         counts: what the forward has counted.
     """
 
@@ -91,9 +90,9 @@ class Forwards:
     Attributes:
         is_asked: whether the model or an adapter has asked for anything of the window.
         has_drawn: whether random numbers were drawn.
-        large: sums over ranks that may be no counts, by their sites.
+        large: sums over ranks that may not be counts, by their sites.
         changed: names of what the forwards have changed in the model.
-        counters: those of them that have grown by one with each forward.
+        counters: names of numbers that have grown by one with each forward.
     """
 
     each: list[Forward] = field(default_factory=list)
@@ -109,7 +108,7 @@ class Forwards:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The gradient of all images, of which each forward's have their share."""
+        """The gradient of all images: each forward is weighted by its images."""
         images = sum(part.images for part in self.each)
         shares = [part.images / images for part in self.each]
         return sum((s * g for s, g in zip(shares, self.gradients)), torch.zeros(()))
@@ -130,7 +129,7 @@ class Forwards:
 
 @dataclass
 class Subject:
-    """A model with its losses, for tests that leave it as it was.
+    """A model with its losses, for tests that do not change it.
 
     Args:
         model: without DDP around it, and without gradients.
@@ -174,10 +173,10 @@ class Subject:
         Args:
             totals, weights: as for :class:`Answers`.
             pretends: whether the model is told of a second rank, if there is none.
-            losses: groups of names of losses, of each of which the gradient is taken; None is one
-                group of all. Several are taken from one forward.
-            carries: whether a forward finds what those before have changed in the model, as in
-                training. Otherwise each finds the state at the start.
+            losses: groups of names of losses. The gradient of each group is computed, with one
+                forward for all groups. None is one group with all losses.
+            carries: whether changes of a forward in the model stay for the next one, as in
+                training. Otherwise each forward starts from the same state.
             freezes: whether batch normalisation uses its running statistics.
             looks: whether to look for changes in the model.
         """
@@ -291,14 +290,12 @@ def _check(losses: Any, parameters: Sequence[nn.Parameter]) -> None:
 
 
 class SameDraws(TorchFunctionMode):
-    """While open, random numbers do not depend on earlier ones, and nothing is dropped.
-
-    It is for tests of a model: nothing is trained under it.
+    """A mode for tests of a model: random numbers do not depend on earlier ones, without dropout.
 
     Args:
-        seed: another one gives other numbers.
-        same_rows: whether all rows of a random tensor have the same numbers. An object's are then
-            the same in whatever batch it is.
+        seed: each seed gives other random numbers.
+        same_rows: whether all rows of a random tensor have the same numbers. The numbers of an
+            object are then the same in every batch.
 
     Attributes:
         has_drawn: whether PyTorch has drawn random numbers.

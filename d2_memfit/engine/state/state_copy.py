@@ -145,7 +145,7 @@ class StateWatch:
                     self._warn(name, why)
 
     def _note(self, name: str, tensor: torch.Tensor, is_late: bool) -> None:
-        """Record a changed tensor. It is late if the forward failed, as no copy has it."""
+        """Record a changed tensor. After a failed forward it is too late: no copy has it."""
         changed = self.changed
         if all(other is not tensor for other in changed):
             if _num_bytes([*changed, tensor]) > MOST_BYTES:
