@@ -164,6 +164,7 @@ def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
+@pytest.mark.long
 def test_bfloat16_is_that_of_transformers(tmp_path):
     options = {"bf16": True}
     expected, _ = trained("rf_detr", tmp_path / "plain", transformers.Trainer, **options)
