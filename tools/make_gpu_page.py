@@ -14,7 +14,7 @@ FOLDER = DOCS / "gpu"
 TITLE = "# Cards, measured\n\n"
 NO_CARD = """\
 **No card has been measured yet**: d2_memfit was written on machines without a GPU. This page says
-what was tried without one, and how to measure your card.
+what was tested without one, and how to measure your card.
 
 """
 HOW_TO = """```
@@ -22,24 +22,24 @@ d2-memfit measure-gpu --output my_card
 ```
 
 It needs no dataset, no weights and no compiled operator. First it makes its estimates, on the CPU.
-Then it measures for 8 minutes, or as long as `--minutes` says. Each item is measured in a new
-process, by 3 to 6 steps. Each record is on the disk at once, in `my_card/measured.jsonl`. The same
-command goes on where the last one ended. An error ends only one record.
+Then it measures for 8 minutes, or for the time of `--minutes`. Each item is measured in a new
+process, by 3 to 6 steps. Each record is written at once, to `my_card/measured.jsonl`. To continue,
+run the same command again. An error ends only one record.
 
-On a card that is rented, nothing waits for estimates that were made before, on any machine:
+For a rented card, make the estimates before, on any machine:
 
 ```
 d2-memfit measure-gpu --output my_card --estimate h100     # no GPU; then copy the folder
 d2-memfit measure-gpu --output my_card --minutes 9         # there, as often as needed
 ```
 
-For a machine with a card for some minutes, without a network or a compiler,
+If you have a machine with a card for a few minutes only, without a network or a compiler,
 [tools/gpu_call](../tools/gpu_call/README.md) prepares this, the tests that need a card, and more
 measurements.
 
-What is measured, in this order, with random images:
+These groups are measured in this order, with random images:
 
-| group | what |
+| group | what is measured |
 | --- | --- |
 | calibration | speeds of the card in each number format |
 | outside | context, loaded kernels, workspaces of cuBLAS and cuBLASLt, NCCL's communicators |
@@ -48,30 +48,31 @@ What is measured, in this order, with random images:
 | recovery | a batch that does not fit |
 | trainers | Detectron2's own trainer, d2_memfit's, and d2_memfit's with recovery |
 | zoo amp | the configs of the zoo in mixed precision |
-| techniques | each of them alone, with 2 images; after the next two groups with 8 |
+| techniques | each technique alone, with 2 images; and after the next two groups, with 8 images |
 | transformers | ViTDet-B, Deformable DETR and RT-DETR in both precisions, from a checkout |
-| presets | those of Mask R-CNN R50-FPN under their budgets; X101-FPN's come at the end |
+| presets | presets of Mask R-CNN R50-FPN under their budgets; at the end, those of X101-FPN |
 | fragments | 30 iterations with images of many sizes under budgets, with and without offload |
 
 Each record has peaks of allocated, active and reserved memory, memory outside the allocator,
-allocation retries, and seconds per iteration. Memory outside the allocator is all that CUDA says,
-so nothing else may run on the card.
+allocation retries, and seconds per iteration. CUDA reports the memory outside the allocator for the
+whole card, so nothing else may run on it.
 
-The folder also gets `<card>.md`, `<card>.yaml`, which `--device` of `d2-memfit plan` takes, and
-`<card>.json`. That is one line with all ratios of expected to measured values: send it in an issue.
+The folder also contains `<card>.md`, `<card>.yaml` for the option `--device` of `d2-memfit plan`,
+and `<card>.json`. The last one is one line with all ratios of expected to measured values: send it
+in an issue.
 To add your card to this page, copy `measured.jsonl` to `docs/gpu/<card>.jsonl`, run
 `python tools/make_gpu_page.py`, and open a pull request.
 
 """
-TRIED = """## Tried without a card
+TRIED = """## Tested without a card
 
-- `pytest tests/gpu` runs the tests that need a card on a made-up one, too. Its tensors are on the
-  CPU; what it says of memory is counted, and a limit raises out-of-memory errors. This shows wrong
-  names, arguments and order, and not the behaviour of CUDA.
-- Checks of these tests are made to fail by faults, such as memory of a library or a budget that is
-  not enforced.
-- `d2-memfit measure-gpu --device cpu` rehearses each group but transformers with a small job. The
-  jobs of that group have been estimated at full size; none of their steps has been computed.
+- `pytest tests/gpu` also runs the tests that need a card on a simulated one. Its tensors are on the
+  CPU, its memory is counted, and a limit raises out-of-memory errors. This finds wrong names,
+  arguments and order, but does not show the behaviour of CUDA.
+- Injected faults, such as memory of a library or a budget that is not enforced, make the checks of
+  these tests fail.
+- `d2-memfit measure-gpu --device cpu` rehearses each group except transformers with a small job.
+  The jobs of that group were estimated at full size, but none of their steps was computed.
 - No CUDA kernel has run. `pytest -m gpu tests/gpu` on a card runs the same tests there.
 
 """

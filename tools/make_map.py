@@ -95,7 +95,7 @@ def table(package: Path) -> str:
 
 
 def page(text: str) -> str:
-    """The page with its map made anew."""
+    """The page with its map made again."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}\n{table(ROOT / 'd2_memfit')}\n{END}{after}"

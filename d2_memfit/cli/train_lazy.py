@@ -6,7 +6,7 @@
 FILE.py is a file, or the name of one in Detectron2's model zoo. In addition to the fields of
 Detectron2's configs/common/train.py, it may have:
 
-    train.accumulation_steps    batches from the loader behind one optimizer step (1)
+    train.accumulation_steps    batches from the loader per optimizer step (1)
     train.micro_batch           images in one forward on each rank (None: the loader's batch)
     train.amp.enabled           mixed precision (False)
     train.amp.dtype             "float16" or "bfloat16" ("float16")

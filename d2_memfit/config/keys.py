@@ -118,14 +118,14 @@ _C.MEMFIT.PLAN = CN()
 # Whether fit_config, which d2-memfit train calls, plans before training so that the job fits
 # BUDGET_GB.
 _C.MEMFIT.PLAN.ENABLED = False
-# Share of the budget that a plan leaves free, because estimates are not exact. None: as much as
-# other software versions and another context may take, by the range of the estimate.
+# Headroom of a plan, as a share of the budget, because estimates are not exact. None: the memory
+# that other software versions and another context may add, by the range of the estimate.
 _C.MEMFIT.PLAN.MARGIN = None
 # Tiers of techniques that a plan may use: "exact", "precision", "recipe".
 _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
 # What a plan prefers if an exact plan fits. "exact" keeps the gradients, unless another plan is
-# faster beyond the ranges of both predictions. "speed" chooses the plan that is predicted to be
-# faster, even if the job would fit without changes.
+# faster and the ranges of the two times do not overlap. "speed" chooses the plan that is predicted
+# to be faster, even if the job would fit without changes.
 _C.MEMFIT.PLAN.PREFER = "exact"
 # Whether a plan also finds MEMFIT.COST_MODEL. This takes about ten more dry runs.
 _C.MEMFIT.PLAN.COST_MODEL = False

@@ -138,11 +138,11 @@ def noticed_collectives(handle: Handler) -> Iterator[None]:
 class PretendedRanks:
     """Tells code on one rank that there are two, so that it adds up its counts over ranks.
 
-    A function that cannot work so is told the truth: see :meth:`spare`. While it is told
-    otherwise, open :func:`noticed_collectives` too, because there is no group to run collectives.
+    A function that cannot work with two ranks sees one rank: see :meth:`spare`. While two ranks are
+    pretended, also open :func:`noticed_collectives`, because there is no group to run collectives.
 
     Attributes:
-        spared: functions that are told the truth, by file and line.
+        spared: functions that see one rank, by file and line.
     """
 
     NUM_RANKS = 2
@@ -166,7 +166,7 @@ class PretendedRanks:
             yield
 
     def spare(self, error: BaseException) -> bool:
-        """Tell the innermost function that asked for ranks, and led to an error, the truth.
+        """Show one rank to the innermost function that asked for ranks and led to an error.
 
         Returns:
             bool: whether there is one. If not, the error has another cause.

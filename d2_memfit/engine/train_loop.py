@@ -38,8 +38,8 @@ class AccumulatingTrainer(ResumableTrainer):
     """A ``SimpleTrainer`` with several forwards per iteration and one optimizer step.
 
     ``run_step`` runs ``accumulation_steps`` batches of the loader one after another. It then steps
-    with the mean gradient over all their images, on all ranks. Each micro-batch is
-    weighted by its images, so they need not be equal.
+    with the mean gradient over all their images, on all ranks. Each micro-batch is weighted by its
+    images, so micro-batches may have different sizes.
 
     With one micro-batch per iteration, results equal those of Detectron2's ``SimpleTrainer`` and
     ``AMPTrainer`` to the last bit. On several ranks, DDP reduces gradients during the backward.
@@ -55,7 +55,7 @@ class AccumulatingTrainer(ResumableTrainer):
 
     Args:
         model, data_loader, optimizer: as for ``SimpleTrainer``.
-        accumulation_steps: batches from the loader behind one optimizer step.
+        accumulation_steps: batches from the loader per optimizer step.
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
         micro_batch_size: images in one forward; None for the loader's batches.
         cost_model: predicts the memory of micro-batches, which are cut to fit. It replaces
@@ -156,9 +156,10 @@ class AccumulatingTrainer(ResumableTrainer):
             self._end_step(reports)
 
     def accumulate(self, batch: Any) -> dict[str, float]:
-        """Compute a batch's gradients, for a loop that clips and steps by itself.
+        """Compute a batch's gradients, for your own loop that clips and steps.
 
-        They replace the gradients that parameters have. With DDP, they are of all ranks' batches.
+        They replace the gradients of the parameters. With DDP, they are those of all ranks'
+        batches.
 
         Returns:
             The mean of each loss over all images.
@@ -188,7 +189,7 @@ class AccumulatingTrainer(ResumableTrainer):
         return reports
 
     def _start(self, window: Window) -> None:
-        """Copy what the iteration changes before its step, in case that it does not get there."""
+        """Copy what the iteration changes before its step, in case it fails before."""
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
@@ -253,7 +254,7 @@ class AccumulatingTrainer(ResumableTrainer):
         def take() -> Optional[MicroBatch]:
             has_failed = retries is not None and retries.report.oom_events > 0
             if has_failed and not window.micro_batches and self.loss_rules.is_one_piece:
-                self._count(window)  # it was to go through the model at once
+                self._count(window)  # it was one piece, which needs no counts, and is cut now
             return self.cutter.take(window)
 
         def run(micro_batch: MicroBatch) -> None:
@@ -343,7 +344,7 @@ class AccumulatingTrainer(ResumableTrainer):
         return likely_cause(model, micro_batch.data, in_float32)
 
     def _end_step(self, reports: list[RankReport]) -> None:
-        """The iteration's state is whole: from here on, a checkpoint may have it."""
+        """The iteration is complete: from here on, a checkpoint may contain it."""
         self.progress = Progress(self.iter, has_stepped=True)
         self.run_state.ranks.receive(self.iter, [r.run_state for r in reports])
 

@@ -16,7 +16,7 @@ class BatchGeometry:
     Attributes:
         ranks: processes that train together.
         images_per_batch: images in a batch of one rank's loader, SOLVER.IMS_PER_BATCH / ranks.
-        accumulation_steps: batches of the loader behind one optimizer step.
+        accumulation_steps: batches of the loader per optimizer step.
         micro_batch_size: images in one forward on each rank; None for the loader's batch.
     """
 
@@ -36,7 +36,7 @@ class BatchGeometry:
 
     @property
     def window(self) -> int:
-        """Images of one rank behind one optimizer step."""
+        """Images of one rank per optimizer step."""
         return self.images_per_batch * self.accumulation_steps
 
     @property

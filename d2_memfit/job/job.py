@@ -64,7 +64,7 @@ class Job:
         train_loader, test_loader: make the loaders of a rank.
         images_per_batch: images in a batch of a rank's training loader; estimates have that many
             of ``batch``.
-        accumulation_steps: batches behind one optimizer step.
+        accumulation_steps: batches per optimizer step.
         micro_batch_size: images in one forward on each rank; None for the loader's batch.
         ranks: processes that train together; None for those of this run.
         device: as MODEL.DEVICE.

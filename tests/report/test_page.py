@@ -61,7 +61,7 @@ def test_in_a_browser_tensors_are_named_owners_left_out_and_steps_explained(page
         b.move("svg.chart", 0.5, 0.72)
         assert "module: backbone.conv1" in text("#tip")
         b.move("svg.chart", 0.5, 0.89)
-        assert text("#tip") == "1.00 GB: the process beside its tensors"
+        assert text("#tip") == "1.00 GB: the process in addition to its tensors"
         assert text("#alive-title").startswith("Alive at the peak, training")
         assert count("#alive tr") == 3
         b.click("svg.chart", 0.1, 0.5)

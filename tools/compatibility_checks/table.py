@@ -41,7 +41,7 @@ _LONGEST = 200  # characters in a cell
 
 
 def page(text: str, results: Mapping[str, Mapping[str, Any]], versions: str) -> str:
-    """The page with its tables made anew.
+    """The page with its tables made again.
 
     Args:
         text: the page as it is.

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The loop that runs images, and runs them again where memory ran out."""
+"""The loop that runs images, and runs them again after an out-of-memory error."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -27,12 +27,12 @@ def run_all(
 ) -> None:
     """Run images in pieces until all are through.
 
-    A piece that runs out of memory is undone, and its images come again with less memory.
+    A piece that runs out of memory is undone, and its images run again with less memory.
 
     Args:
         take: the next piece; None after the last one.
         run: runs a piece.
-        retries: how images come again; None lets errors pass, and copies nothing.
+        retries: how images run again; None lets errors pass, and copies nothing.
 
     Raises:
         OutOfMemoryError: images do not fit in any way, or there is no memory to undo a piece.
@@ -59,7 +59,7 @@ def run_all(
 
 
 class Retries(ABC):
-    """How pieces that ran out of memory come again."""
+    """How the images of pieces that ran out of memory run again."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,7 +79,7 @@ class Retries(ABC):
 
     @abstractmethod
     def react(self, failure: Any, piece: Any) -> str:
-        """Record a failure, and decide how its images come again.
+        """Record a failure, and decide how its images run again.
 
         Args:
             failure: from :meth:`describe`.
@@ -107,9 +107,9 @@ def run_to_count(
 ) -> None:
     """Run the forwards of a window for its counts, and put all its images back.
 
-    If memory runs out, they run in smaller pieces, and training begins with these. Its limit stays.
-    An image that does not fit alone is left out: training handles it with stronger means. The
-    caller restores what forwards change.
+    If memory runs out, they run in smaller pieces, and so does training at first; the limit that
+    ``cutter`` has learned does not change. An image that does not fit alone is left out: training
+    handles it with stronger means. The caller restores the state that forwards change.
     """
     cutter = copy.copy(cutter)
     retries = _Smaller(next(model.parameters()).device, window, cutter)

@@ -47,7 +47,7 @@ class Escalation:
         return hard is not None and hard.failures >= 2
 
     def next_action(self, micro_batch: MicroBatch, window: Window) -> str:
-        """Take the next step for a micro-batch of one image, which was put back.
+        """Take the next step for a micro-batch of one image that was put back.
 
         Returns:
             str: the step, one of this file's texts.

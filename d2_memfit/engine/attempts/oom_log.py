@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What is known about an out-of-memory error, for the log, the final error and a file."""
+"""Descriptions of out-of-memory errors, for the log, the final error and a file."""
 
 import json
 import logging
@@ -150,9 +150,9 @@ class OomLog:
     def explanation(
         self, error: BaseException, phase: str, data: Callable[[], Any] = list
     ) -> Optional[OutOfMemoryError]:
-        """The final error of an out-of-memory error, which gets its line in the file.
+        """The final error for an out-of-memory error, which is also written to the file.
 
-        Other errors have none, and neither have those that are explained already.
+        None for other errors, and for errors that are explained already.
         """
         if not is_out_of_memory(error) or isinstance(error, OutOfMemoryError):
             return None

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Recovery in training: what was learned of the memory, and the attempts of a window."""
+"""Recovery in training: the learned limit of micro-batches, and the retries of a window."""
 
 import logging
 import math
@@ -25,7 +25,7 @@ __all__ = ["Recovery", "RecoveryReport", "WindowRetries"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_RISES = 3  # one may be chance, thrashing before the error continues
+_MOST_RISES = 3  # in a row; a single one may be chance
 
 
 @dataclass
@@ -40,7 +40,7 @@ class RecoveryReport:
 
 
 class Recovery:
-    """What a run has learned of its memory: the limit of micro-batches, and totals for the log.
+    """The learned limit of micro-batches, and totals of out-of-memory errors for the log.
 
     Args:
         options: what recovery may do.
@@ -145,7 +145,8 @@ class Recovery:
     def _watch_allocator(self, report: RecoveryReport) -> None:
         """Halve micro-batches before a crash: an allocator that retries again and again is near it.
 
-        It counts how often it had to free its cache. Each retry synchronises the device.
+        ``num_alloc_retries`` is the number of times that it had to free its cache. Each retry
+        synchronises the device.
         """
         if self._device.type != "cuda" or not self.may_recover():
             return
@@ -163,10 +164,10 @@ class Recovery:
 
 
 class WindowRetries(Retries):
-    """How micro-batches of a window come again.
+    """How micro-batches of a window run again.
 
-    A forward has touched no gradient. After an error in it, only its micro-batch runs again. After
-    an error in a backward, the window starts over. No image is lost or counted twice.
+    A forward does not change gradients. After an error in it, only its micro-batch runs again.
+    After an error in a backward, the window starts over. No image is lost or counted twice.
 
     Args:
         recovery: decides how large micro-batches are.

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""What the forwards of a window count, and what they are answered."""
+"""The counts of a window's forwards, and the answers that the model gets in their place."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -53,19 +53,20 @@ class Totals:
 class Answers:
     """Stands between a model and the other ranks while the model runs.
 
-    Counts are noted. Sums over ranks and declared counts are answered with the window's. One that
-    has no total is answered with this forward's own, as if all ranks had the same.
+    It notes the model's counts. It answers an ``all_reduce`` of a count, and ``window_count``, with
+    the window's count. A count without a total is answered with this forward's own, as if all ranks
+    had the same.
 
     Args:
         communicate: handles collectives that are not counts.
         totals: the window's counts.
         weights: for a loss, the count by which micro-batches are weighted in place of images.
-        pretended: on one rank, tells the model that there are two.
-        is_alone: whether no other rank takes part, as in tests and while counts are taken.
+        pretended: on one rank, tells the model that there are two ranks.
+        is_alone: whether no other rank takes part, as in tests and while counting.
 
     Attributes:
         is_asked: whether the model or an adapter has asked for anything of the window.
-        large: sums over ranks that may be no counts, by their sites.
+        large: sums over ranks that may not be counts, by their sites.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Answers:
 
     @property
     def counts(self) -> list[Counts]:
-        """The counts of each forward that ended. They are waited for."""
+        """The counts of each completed forward. This waits for the device."""
         return [sites.added_up([noted]) for noted in self._noted]
 
     @contextmanager
@@ -101,7 +102,7 @@ class Answers:
                 They get the same answers.
 
         Raises:
-            Spared: a function cannot work with a second rank, and is told the truth from now on.
+            Spared: a function cannot work with a second rank, and sees one rank from now on.
         """
         if not replays:
             objects = count_objects(micro_batch.data)

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Collectives in a forward that are not counts. A rank cannot repeat them alone."""
+"""Collectives in a forward that are not counts, which a rank cannot repeat alone."""
 
 import logging
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class CommunicationError(Exception):
 
 
 class Spared(CommunicationError):
-    """A function of the model cannot work with what it is told of another rank."""
+    """A function of the model cannot work with the pretended second rank."""
 
 
 class Communication:
@@ -95,8 +95,8 @@ class Communication:
                 "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
             )
         logger.warning(
-            "The model communicates in its forward, %s. Each micro-batch does so, and gets there "
-            "what one micro-batch of each other rank sends. If losses are divided by it, use "
+            "The model communicates in its forward, %s. Each micro-batch communicates with one "
+            "micro-batch of every other rank. If losses are divided by the result, use "
             "d2_memfit.window_count",
             found,
         )

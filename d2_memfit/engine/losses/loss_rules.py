@@ -47,7 +47,7 @@ class CountReport:
     Attributes:
         communicates: a collective that was not expected; "" if there was none.
         broken: sites whose counts do not follow their formula.
-        is_new: whether something counts, or a loss is not zero, that was not so in the test.
+        is_new: whether there is a count that was not in the test, or a loss that is no longer zero.
     """
 
     communicates: str = ""
@@ -57,13 +57,14 @@ class CountReport:
 
 @dataclass
 class _Found:
-    """What the rank that tests has found. Plain data: all ranks get it.
+    """The findings of the rank that tests. Plain data: all ranks get it.
 
     Attributes:
         rules: None if the losses could not be tested.
         changed, counters, forwards: as for :class:`GradientTest`.
-        collective: of the model, that is no count; "" if there is none.
-        error, mistake: of the model, and of the user; "" if there is none.
+        collective: a collective of the model that is not a count; "" if there is none.
+        error: an error of the model; "" if there is none.
+        mistake: an error of the user; "" if there is none.
     """
 
     rules: Optional[Rules] = None
@@ -79,23 +80,23 @@ class LossRules:
     """Decides what the losses are weighted by, and counts each window accordingly.
 
     Micro-batches are weighted by their images, which is right for a loss that is a mean over
-    images. A loss that is divided by objects, or the like, needs the count of the window. The model
+    images. A loss that is divided by a number of objects needs the count of the window. The model
     declares a count by adding it up over ranks. An adapter of the criterion's class or the user can
-    declare it, too. Declared counts are the window's if they add up, and a :class:`GradientTest` on
-    the job's own images shows that the gradient is then right.
+    declare one, too. A declared count is replaced by the window's if counts add up, and if a
+    :class:`GradientTest` on the job's own images shows that the gradient is then right.
 
     Args:
         model: without DDP around it.
         losses: called as ``losses(model, batch)``.
         options: which counts are taken over the window.
-        recovers: whether ranks may run images again, each for itself.
+        recovers: whether each rank may run images again on its own.
         cutter: cuts the trainer's windows.
         accumulation_steps: as for the trainer.
 
     Attributes:
         rules: what losses are weighted by.
         communication: the model's collectives that are not counts.
-        is_one_piece: whether the window goes through the model at once, and needs counts if it is
+        is_one_piece: whether the window is one micro-batch, so that it needs counts only if it is
             cut.
     """
 
@@ -136,8 +137,8 @@ class LossRules:
             forward: the trainer's forward of a micro-batch.
 
         Raises:
-            ConfigError: on every rank, if the model cannot be trained so.
-            OutOfMemoryError: on every rank, if one cannot even start to count.
+            ConfigError: on every rank, if the model cannot be trained with these options.
+            OutOfMemoryError: on every rank, if one rank has no memory to count.
         """
         self._answers = None
         self.is_one_piece = False
@@ -152,7 +153,7 @@ class LossRules:
         rows = zip(images, objects)
         annotated = [sites.added_up([{sites.IMAGES: i, sites.OBJECTS: o}]) for i, o in rows]
         self.is_one_piece = self._ranks == 1 and numbers[0] == 1
-        if self.is_one_piece:  # its own counts are the window's
+        if self.is_one_piece:  # the forward's own counts are those of the window
             return
         self._name_counters(max(numbers))
         if not self.rules.is_answered and self._ranks == 1:
@@ -187,9 +188,9 @@ class LossRules:
     def run(
         self, micro_batch: MicroBatch, losses: Callable[[Any], Mapping[str, torch.Tensor]]
     ) -> torch.Tensor:
-        """The sum of a micro-batch's losses, for which its images are the right weight.
+        """The sum of a micro-batch's losses, scaled so that its images are the right weight.
 
-        Each loss is kept in the micro-batch, too.
+        Each loss is also kept in the micro-batch.
 
         Args:
             losses: the forward.
@@ -214,7 +215,7 @@ class LossRules:
         return self.run(micro_batch, losses)
 
     def report(self, window: Window, found: str) -> CountReport:
-        """What this rank's window says about the rules.
+        """Compare this rank's window with the rules.
 
         Args:
             found: text of the :class:`CommunicationError` that ended it, if one did.
@@ -235,7 +236,7 @@ class LossRules:
         return report
 
     def end_iteration(self, reports: Sequence[CountReport]) -> None:
-        """Change the rules for later windows by the reports of all ranks.
+        """Change the rules for later windows, according to the reports of all ranks.
 
         Raises:
             ConfigError: on every rank, if the model communicates and cannot be trained so.
@@ -258,7 +259,7 @@ class LossRules:
         self._schedule.end_iteration(get_event_storage().iter, news)
 
     def state_dict(self) -> dict[str, Any]:
-        """The rules in plain types, with which a resumed run goes on; empty before a test."""
+        """The rules in plain types, for a resumed run; empty before a test."""
         if not self._schedule.has_result:
             return {}
         spared = self._pretended.spared if self._pretended is not None else ()
@@ -270,7 +271,7 @@ class LossRules:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the rules of a checkpoint, or test again if they are of other options."""
+        """Use the rules of a checkpoint; test again if they belong to other options."""
         if state.get("options") != self._plain_options or self._options.policy == "off":
             return
         self.rules = Rules.from_state_dict(state["rules"])
@@ -280,7 +281,7 @@ class LossRules:
             self._pretended.spared.update(state["spared"])
 
     def described(self) -> list[str]:
-        """Places in the code whose counts are the window's, and how they are known."""
+        """Places in the code whose counts are the window's, and how these are found."""
         how = {True: "from the annotations", False: "by a forward more"}
         counts = self.rules.counts.items()
         return sorted(
@@ -290,14 +291,14 @@ class LossRules:
     def _decide(
         self, window: Window, objects: Sequence[int], may_have_objects: bool, largest: int
     ) -> None:
-        """Test the losses on one rank's images, and set the rules of all. All ranks call it.
+        """Test the losses on one rank's images, and set the rules of all ranks. All ranks call it.
 
         The rank with the most objects tests, or one that has something new. If the model fails with
-        its images, the next one does.
+        its images, the next rank tests.
 
         Args:
             objects: of each rank's window.
-            may_have_objects: whether images without any have a place for them.
+            may_have_objects: whether images have a field for objects, which may be empty.
             largest: images of the largest micro-batch.
         """
         if not self._schedule.takes(objects, may_have_objects):
@@ -333,7 +334,7 @@ class LossRules:
         log_rules(self.rules, others, found.forwards, seconds, self._said)
 
     def _tested(self, window: Window, largest: int) -> _Found:
-        """The test on this rank's images. It raises nothing: other ranks wait for the result."""
+        """Test on this rank's images. It raises nothing: other ranks wait for the result."""
         if not window.images_waiting:
             return _Found(error="batches cannot be cut into images")
         subject = Subject(self._model, self._losses, self.communication.note, self._pretended)
@@ -361,8 +362,8 @@ class LossRules:
             return _Found(error=error, collective=self.communication.found)
 
     def _numbers_of(self, window: Window) -> list[float]:
-        """This rank's images, objects, micro-batches, images in the largest of these, and whether
-        images have a place for objects.
+        """Numbers of this rank's images, objects and micro-batches, of images in the largest
+        micro-batch, and whether images have a field for objects.
         """
         window.load_all()
         while self._cutter.take(window) is not None:

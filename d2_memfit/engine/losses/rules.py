@@ -20,8 +20,8 @@ OTHER = "other"
 NOT_KNOWN = "not known"
 _WORDS = (EXACT, CLOSE, NOT_KNOWN, OTHER)  # from good to bad
 
-# A count that follows from the annotations, such as DETR's num_boxes or its class weights: a number
-# per object, and a number per image.
+# The formula of a count that follows from the annotations, such as DETR's num_boxes or its class
+# weights: a number per object, and a number per image.
 Formula = tuple[float, float]
 
 _SAME = 1e-5  # relative; weights of classes are float32
@@ -49,11 +49,11 @@ class Rules:
     """What the losses of a job are weighted by: images, or counts of the window.
 
     Attributes:
-        is_answered: whether questions for the window are answered with the window's numbers. If
-            not, all losses are weighted by their images.
-        counts: the counts that are answered with the window's, with the formula that tells them
-            from the annotations; None if only a forward can tell.
-        weights: for some losses, what weighs micro-batches in place of images.
+        is_answered: whether counts are answered with the window's. If not, all losses are weighted
+            by images.
+        counts: the counts that are answered with the window's, each with the formula by which it
+            follows from the annotations; None if only a forward can count it.
+        weights: for some losses, the count by which micro-batches are weighted, not images.
         places: where counts were taken in the test, answered or not.
         terms: the result of the test for each loss.
         zero: losses that were zero in the test, so that it says nothing about them.
@@ -78,7 +78,7 @@ class Rules:
         return None in self.counts.values()
 
     def count(self, site: Site, annotated: Counts) -> Optional[torch.Tensor]:
-        """A count that the formula of its site tells for some images; None if it has none."""
+        """The count of some images by the formula of its site; None if it has no formula."""
         formula = self.counts[site]
         if formula is None:
             return None
@@ -86,7 +86,7 @@ class Rules:
         return per_object * annotated[sites.OBJECTS] + per_image * annotated[sites.IMAGES]
 
     def broken(self, counts: Counts) -> set[Site]:
-        """Sites whose formula does not tell what a forward has counted."""
+        """Sites for which a forward's counts do not follow the formula."""
         told = {site: self.count(site, counts) for site in self.counts}
         zero = torch.zeros(1, dtype=torch.float64)
         return {
@@ -96,7 +96,7 @@ class Rules:
         }
 
     def without(self, broken: set[Site]) -> "Rules":
-        """The rules, with a forward for some of the counts."""
+        """The rules, in which some of the counts need a forward."""
         known = {site: None if site in broken else formula for site, formula in self.counts.items()}
         return replace(self, counts=known)
 
@@ -118,7 +118,7 @@ class Rules:
         )
 
     def knows(self, counts: Counts) -> bool:
-        """Whether a forward's counts are taken where some were taken in the test."""
+        """Whether all sites of a forward's counts were already in the test."""
         return {site[:2] for site in counts} <= {site[:2] for site in self.places}
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Places where a forward counts something that losses are divided by, and what is counted there."""
+"""Sites: the places in the code of counts that losses are divided by, with the kind of count."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -25,7 +25,7 @@ IN_FULL: Site = ("sum", (), 0)  # a sum over images, or one that is divided by t
 
 
 def added_up(counts: Iterable[Mapping[Site, Any]]) -> Counts:
-    """Sums of counts, site by site. Counts on a device are waited for."""
+    """Sums of counts, site by site. This waits for counts on a device."""
     sums: Counts = {}
     for of_forward in counts:
         for site, count in of_forward.items():

@@ -30,15 +30,15 @@ class Cutter:
     """Cuts windows into micro-batches within a limit, and learns the limit from what does not fit.
 
     The limit is a number of images. It is halved when memory runs out, and doubled after a while
-    without errors. A limit that fails again after growing is tried later the next time. From the
-    second failure in a row on, the wait doubles each time.
+    without errors. If a limit fails again after it has grown, the wait before the next growth
+    doubles, from the second failure in a row on.
 
     Args:
         configured: images per micro-batch; None for the loader's batch.
         grow_after: iterations without an out-of-memory error before the limit is doubled.
 
     Attributes:
-        limit: the current limit; infinity is none.
+        limit: the current limit; infinity means no limit.
         is_configured: whether micro-batches have a limit before anything fails.
     """
 
@@ -77,8 +77,9 @@ class Cutter:
         """Halve the limit.
 
         Args:
-            largest: can be split, and is not taken whole again; None halves a limit that has grown.
-            window: its rest is cut again.
+            largest: a micro-batch that can be split and must not be taken whole again; None halves
+                a limit that has just grown.
+            window: its remaining images are cut again.
 
         Returns:
             str: what was done, for the log.
@@ -94,7 +95,7 @@ class Cutter:
         return f"the micro-batch is halved to {self.described()}"
 
     def end_iteration(self, clean: bool) -> bool:
-        """Count an iteration, with (``clean``) or without enough memory.
+        """Count an iteration, which had enough memory (``clean``) or not.
 
         Returns:
             bool: whether the limit has grown.
@@ -143,18 +144,18 @@ class Cutter:
 class ByteCutter(Cutter):
     """Cuts windows so that each micro-batch is predicted to fit.
 
-    An image that is predicted not to fit goes alone. Among the cuts that fit, the quickest is
-    taken: few micro-batches with little padding. The limit is a share of the bytes for images, in
+    An image that is predicted not to fit runs alone. Among the cuts that fit, the quickest one is
+    used: few micro-batches with little padding. The limit is a share of the bytes for images, in
     parts of 1024.
 
     Args:
-        cost_model: the memory of micro-batches, and the limit.
-        model: its padding of images is used.
+        cost_model: predicts the memory of micro-batches, and has the limit.
+        model: images are padded as it pads them.
         grow_after: as for :class:`Cutter`.
 
     Attributes:
         images: None, as micro-batches are taken as they were cut.
-        needs_bytes: of the largest micro-batch of the last window.
+        needs_bytes: predicted bytes of the largest micro-batch of the last window.
     """
 
     unit = "bytes"

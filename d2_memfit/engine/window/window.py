@@ -71,8 +71,8 @@ class MicroBatch:
 class Window:
     """The micro-batches of one iteration, taken from the loader one after another.
 
-    So the loader's workers prepare the next batch while the model computes. Images that did not
-    fit can be put back and taken again in smaller pieces.
+    Because batches are taken one by one, the loader's workers prepare the next batch while the
+    model computes. Images that did not fit can be put back and taken again in smaller pieces.
 
     Args:
         batches: the loader's iterator.
@@ -95,14 +95,14 @@ class Window:
         self._waiting: deque[Any] = deque()  # loaded or put back; taken before new batches
 
     def load_all(self) -> None:
-        """Load the whole window now. Micro-batches do not change."""
+        """Load the whole window now. The micro-batches taken so far do not change."""
         loaded = []
         while (data := self._next_batch()) is not None:
             loaded.append(data)
         self._waiting = deque(loaded)
 
     def cut(self, into: Callable[[list[Any]], list[list[Any]]]) -> None:
-        """Load the rest of the window, and take it in the micro-batches that ``into`` makes.
+        """Load the rest of the window, and cut it into the micro-batches that ``into`` makes.
 
         Raises:
             ConfigError: the loader's batches cannot be cut.

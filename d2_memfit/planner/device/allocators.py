@@ -20,7 +20,7 @@ _PAGE = 4096  # page of the system's memory
 
 
 class DoesNotFit(Exception):
-    """The limit is lower than what would have to be reserved."""
+    """The limit is too low for the memory that must be reserved."""
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class CachingAllocator:
 
     Attributes:
         allocated_bytes, reserved_bytes: current values, as of ``torch.cuda.memory_allocated`` (with
-            remainders too small for a block of their own) and ``torch.cuda.memory_reserved``.
+            remainders that are too small for another block) and ``torch.cuda.memory_reserved``.
         peak_allocated_bytes, peak_reserved_bytes: their peaks.
     """
 

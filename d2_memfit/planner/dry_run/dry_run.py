@@ -36,8 +36,8 @@ aten = torch.ops.aten
 _empty, _empty_strided = torch.empty, torch.empty_strided
 
 _LARGE_BYTES = 2**20  # smaller results are cheap to compute
-_DENSE_BYTES = 2**26  # masks converted to so many floats are the targets of a loss
-_STEP = 5e-7  # float32 has it at -4.6, the bias of a focal loss
+_DENSE_BYTES = 2**26  # masks converted to floats of this size are targets of a loss
+_STEP = 5e-7  # resolution of float32 at -4.6, the bias of a focal loss
 _RANDOM_FILLS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 _FILLS = {
     *(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default),
@@ -49,8 +49,7 @@ _EMPTY = {
     *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
     *(aten.new_empty.default, aten.new_empty_strided.default),
 }
-# They make large results from small inputs (such as a keypoint's heatmap), and nothing depends on
-# the values.
+# They make large results from small inputs, such as a keypoint's heatmap. The values do not matter.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
 # They copy the masks of objects, and nothing but a loss depends on the values.
 _GATHERING = {aten.cat.default, aten.index.Tensor}
@@ -71,8 +70,8 @@ class WithoutValues(TorchDispatchMode):
 
     Fake tensors have values that do not matter, such as a model's weights. Results from them are
     not computed: PyTorch's meta kernels give the size. A large result gets memory that is never
-    written to, so it takes addresses and no RAM. A small one is zeros. All the rest is computed, so
-    labels are assigned and proposals sampled as usual.
+    written to, so it takes address space, but no RAM. A small result is zeros. Everything else is
+    computed, so labels are assigned and proposals sampled as usual.
     """
 
     @classmethod
@@ -301,7 +300,7 @@ def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
 
 
 def _makes_much(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
-    """Whether an operator makes a large result of labels, and nothing depends on its values."""
+    """Whether an operator makes a large result from labels, whose values do not matter."""
     if func is aten._to_copy.default:
         dtype = kwargs.get("dtype") or args[0].dtype
         num_bytes = args[0].numel() * dtype.itemsize
@@ -313,7 +312,7 @@ def _makes_much(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
 
 
 def _makes_predictions(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> bool:
-    """Whether an operator makes large predictions or gradients, whose values are invented."""
+    """Whether an operator makes large predictions or gradients, whose values do not matter."""
     has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given)
     if not has_gradient and autograd_node_number() is None:
         return False
@@ -406,8 +405,8 @@ def _from_meta(value: Any, fill: int = 0) -> Any:
     if num_bytes < _LARGE_BYTES:
         result = _empty_strided(value.shape, value.stride(), dtype=value.dtype)
         return result.fill_(fill)
-    # Shared memory, shared with nobody: a limit on private memory, such as ulimit -d, does not
-    # count it.
+    # Shared memory that no other process has: it is not counted by a limit on private memory, such
+    # as ulimit -d.
     storage = torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8).untyped_storage()
     result = _empty(0, dtype=value.dtype)
     return make_fake(result.set_(storage, 0, value.shape, value.stride()))

@@ -30,7 +30,7 @@ _TO_FLOAT32 = {
 
 
 def casts_of_cuda() -> Groups:
-    """For :func:`cuda_as_cpu`: autocast on the CPU casts to float32 what it casts on a GPU.
+    """For :func:`cuda_as_cpu`: make autocast on the CPU cast the same operators as on a GPU.
 
     The functions are replaced. A TorchFunctionMode does not work: PyTorch closes it in a backward,
     where checkpointed modules are computed again.

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Stand-ins for compiled operators, which allocate what these allocate on a GPU, without values.
+"""Stand-ins for compiled operators: the same allocations as on a GPU, without values.
 
 Deformable convolution is torchvision's operator, which has a meta kernel. Its weights are those of
 Detectron2's modules. Rotated boxes are as large as the upright ones around them. Deformable
@@ -42,7 +42,7 @@ _deform_conv2d_backward = torch.ops.torchvision._deform_conv2d_backward
 
 
 def compiled_operators() -> Groups:
-    """For :func:`cuda_as_cpu`: models run that need operators compiled by Detectron2 for a GPU."""
+    """For :func:`cuda_as_cpu`: run models that need operators compiled by Detectron2 for a GPU."""
     places: list[tuple[Any, dict[str, Any]]] = [
         (deform_conv, {"deform_conv": _convolve, "modulated_deform_conv": _convolve_modulated}),
         (roi_align_rotated, {"roi_align_rotated": _RoiAlignRotated.apply}),

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The content of pages about dry runs and plans."""
+"""The content of HTML pages about dry runs and plans."""
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
@@ -27,7 +27,7 @@ def draw_estimate(
     """Write a page about a job without changes.
 
     Args:
-        progress: called with a line for each knob that is tried.
+        progress: called with a line for each change that is tried.
     """
     page = Page(
         title=f"What a job needs of {dry_job.device.description}",
@@ -50,7 +50,7 @@ def draw_plan(
 
     Args:
         before, after: the job without and with the plan.
-        progress: called with a line for each knob that is tried.
+        progress: called with a line for each change that is tried.
     """
     charts = [_chart(after, "with the plan")]
     if plan.steps:
@@ -135,9 +135,9 @@ def _most(events: list[Union[Allocate, Free]], of: Iterable[Allocation]) -> int:
 
 
 def _bars(before: DryJob, progress: Callable[[str], None]) -> list[Bar]:
-    """Bars of the job without changes, with one image at a time, and with single knobs.
+    """Bars of the job without changes, with one image at a time, and with single changes.
 
-    A knob is an exact technique or change of precision that has an effect on the job.
+    A change is an exact technique or a change of precision that has an effect on the job.
     """
     job = before.job
     knobs: dict[str, tuple[str, dict[str, Any]]] = {}
