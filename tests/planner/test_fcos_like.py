@@ -78,7 +78,9 @@ def test_that_nothing_is_detected_at_all_is_said():
     noted = []
     _, found = evaluate(0.01, noted.append)
     assert found == [0]
-    assert noted == ["MasksOfPoints detects nothing in a dry run; an image with objects needs more"]
+    assert noted == [
+        "MasksOfPoints detects nothing in a dry run; an image with objects needs more memory"
+    ]
 
 
 class Trained(MasksOfPoints):
@@ -122,11 +124,11 @@ def test_a_plan_says_that_it_leaves_no_room_for_what_is_not_known(job, share):
     plan = plan_memory(job, budget_gb=share * needed / 0.9, device="cpu")
     text = describe_plan(plan)
     assert plan.fits == (share > 1)
-    assert "It needs at least " in text
+    assert "The job needs at least " in text
     if plan.fits:
         assert text.splitlines()[0] == (
-            "The plan leaves no room for what is not known, in the lines At least. If that does "
-            "not fit, images that need more run again in smaller parts"
+            "The plan has no headroom for what is not known: see the lines that begin with At "
+            "least. If that does not fit, images that need more run again in smaller pieces"
         )
     else:
         assert "The smallest budget is at least " in text
