@@ -8,6 +8,7 @@ as ``__main__``, with arguments, environment, folder and limits of its own.
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from unittest import mock
 
 import torch
 
-__all__ = ["CONTEXT", "FORKED_RANKS", "Forked", "run_forked", "start_server"]
+__all__ = ["CONTEXT", "FORKED_RANKS", "Forked", "end_with_parent", "run_forked", "start_server"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["d2_memfit.cli.commands", "d2_memfit.cli.train", "ranks"])
@@ -63,6 +64,13 @@ def start_server():
             forkserver.ensure_running()
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def end_with_parent(owner):
+    """Let SIGIO end a process, or the group of a negative number, when the test process is gone."""
+    sentinel = multiprocessing.parent_process().sentinel
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, owner)
+    fcntl.fcntl(sentinel, fcntl.F_SETFL, os.O_ASYNC)
 
 
 class Forked:
@@ -119,6 +127,7 @@ def run_forked(*arguments, timeout_s=180, **options):
 
 def _run(arguments, files, folder, environment, limits):
     os.setsid()
+    end_with_parent(-os.getpid())
     gc.freeze()  # as in conftest.py
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the suite runs behind "&"
     multiprocessing.set_start_method(None, force=True)  # that of workers: the system's

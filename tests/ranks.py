@@ -3,13 +3,14 @@
 
 import gc
 import multiprocessing
+import os
 import tempfile
 import traceback
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from forks import CONTEXT, start_server
+from forks import CONTEXT, end_with_parent, start_server
 
 from d2_memfit import compat
 
@@ -65,6 +66,7 @@ class Ranks:
 
 
 def _serve(rank, num_ranks, init_method, pipe):
+    end_with_parent(os.getpid())
     multiprocessing.set_start_method(None, force=True)  # that of loaders' workers: the system's
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # as in conftest.py

@@ -1,9 +1,13 @@
 # Copyright (c) the d2_memfit developers.
-"""The ranks that tests run on."""
+"""The processes that tests start."""
 
+import signal
 import sys
+import time
 
+import psutil
 import pytest
+from forks import Forked
 from ranks import Ranks
 
 pytestmark = pytest.mark.slow
@@ -23,3 +27,25 @@ def test_functions_of_tests_are_found_beside_another_package_of_this_name(tmp_pa
         assert ranks.run(double, 4) == [(0, 8), (1, 8)]
     finally:
         ranks.stop()
+
+
+STARTER = """
+import signal
+from forks import Forked
+code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+started = Forked(["-c", code], "started")
+signal.pause()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of the end of a parent")
+def test_they_end_with_the_process_that_started_them_however_it_ends(tmp_path):
+    starter = Forked(["-c", STARTER], tmp_path / "starter", cwd=tmp_path)
+    started = tmp_path / "started"
+    while not (started.exists() and started.read_text()):
+        assert starter.poll() is None, (tmp_path / "starter").read_text()
+        time.sleep(0.05)
+    process = psutil.Process(int(started.read_text()))
+    starter.send_signal(signal.SIGKILL)
+    process.wait(60)

@@ -82,7 +82,7 @@ def test_random_numbers_that_are_drawn_between_the_load_and_the_first_iteration_
     check_equal(straight, train(cfg, 0, 2, Drawing), train(cfg, 2, 4, Drawing))
 
 
-@pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
+@pytest.mark.parametrize("family", [pytest.param("mask_rcnn", marks=pytest.mark.long), "retinanet"])
 def test_other_models_too(coins, tmp_path, family):
     """RetinaNet has a running normaliser, which is a plain number."""
     train(small_cfg(tmp_path / "warm up", family), 0, 1)  # a process's first sums may be others

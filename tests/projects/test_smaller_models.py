@@ -96,7 +96,9 @@ def test_int8_is_for_the_cpu():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["faster_rcnn", "retinanet"])
+@pytest.mark.parametrize(
+    "family", ["faster_rcnn", pytest.param("retinanet", marks=pytest.mark.long)]
+)
 def test_a_pruned_model_is_smaller_trains_and_is_loaded_again(family, tmp_path):
     pytest.importorskip("torch_pruning")
     cfg = cfg_with_batch_norm(family)
