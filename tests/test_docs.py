@@ -17,6 +17,7 @@ from tiny import ROOT
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 from d2_memfit import get_cfg
+from d2_memfit.cli.command_line import COMMANDS
 from d2_memfit.cli.commands import main as d2_memfit_command
 from d2_memfit.config import load_cfg
 
@@ -197,6 +198,11 @@ def test_yaml_can_be_loaded_as_a_config(page, tmp_path):
         nodes = yaml.safe_load(code).items()
         file.write_text(yaml.safe_dump({k: v for k, v in nodes if is_known(k, page)}))
         load_cfg(str(file))
+
+
+def test_the_index_lists_all_commands():
+    rows = re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs/README.md").read_text(), re.MULTILINE)
+    assert set(rows) == set(COMMANDS)
 
 
 def test_commands_are_found():
