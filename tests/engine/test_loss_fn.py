@@ -178,7 +178,7 @@ def test_float16_clips_gradients_without_the_loss_scale():
     assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
 
 
-def test_an_overflow_skips_the_step_with_clipping_too(log):
+def test_an_overflow_skips_the_step_with_clipping_too():
     model = torch.nn.Linear(1, 1)
     trainer = AccumulatingTrainer(
         model,
@@ -191,6 +191,5 @@ def test_an_overflow_skips_the_step_with_clipping_too(log):
     before = copy.deepcopy(model.state_dict())
     iterate(trainer)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert "gradients overflowed float16" in log.text
     iterate(trainer, first=1)
     assert model.weight.item() != before["weight"].item()

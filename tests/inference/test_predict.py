@@ -331,11 +331,12 @@ def test_classes_of_another_dataset_are_one_line(config, photographs, coins, tmp
     two["categories"].append({"id": 7, "name": "ring"})
     (tmp_path / "two.json").write_text(json.dumps(two))
     coco = ["--coco", "two_classes", tmp_path / "two.json", coins / "val"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as e:
         predict(config, photographs, tmp_path / "found", *coco)
-    error = capsys.readouterr().err
-    assert "MODEL.ROI_HEADS.NUM_CLASSES 1 does not fit the data" in error
-    assert error.endswith("Name a file with the classes of the trained model\n")
+    assert e.value.code == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: MODEL.ROI_HEADS.NUM_CLASSES 1 ")
+    assert not (tmp_path / "found").exists()
 
 
 def test_keypoints_are_not_merged(photographs, tmp_path, capsys):

