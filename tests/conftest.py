@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,17 @@ def log(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "d2_memfit")
     yield caplog
     logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def computing(monkeypatch):
+    """Makes a job compute all that it does not, without changing what is counted."""
+    from d2_memfit.memory import TensorMeter
+    from d2_memfit.planner.dry_run import DryRun
+    from d2_memfit.planner.estimates import steps
+
+    def compute():
+        monkeypatch.setattr(steps, "WithoutValues", nullcontext)
+        monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+
+    return compute

@@ -34,7 +34,8 @@ def sgd(model, lr=0.01):
 
 def start(dtype=torch.float32):
     """A model whose loss is a mean over images."""
-    model = tiny_model(every_anchor_counts(tiny_cfg("proposal_network")), dtype=dtype)
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
+    model = tiny_model(cfg, dtype=dtype)
     model.proposal_generator.predict_proposals = lambda *args: None  # its NMS takes no float64
     return model
 

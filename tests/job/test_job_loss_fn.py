@@ -2,7 +2,6 @@
 """A job whose step is not ``model(batch)``: a student with a teacher, in two forwards."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,8 +16,6 @@ from d2_memfit.doctor import job_checks
 from d2_memfit.doctor.accumulation_check import accumulates
 from d2_memfit.doctor.patient import Patient
 from d2_memfit.engine import build_trainer
-from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.estimates import steps
 
 pytestmark = pytest.mark.slow
@@ -82,11 +79,10 @@ def job_of(cfg, batch, **kwargs):
     )
 
 
-def test_its_estimate_has_the_bytes_of_a_computed_step(monkeypatch):
+def test_its_estimate_has_the_bytes_of_a_computed_step(computing):
     job = job_of(tiny_cfg("proposal_network"), columns(2, size=160))
     dry = steps.train(job, [job.training_batch(2)])
-    monkeypatch.setattr(steps, "WithoutValues", nullcontext)
-    monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+    computing()
     computed = steps.train(job, [job.training_batch(2)])
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     print(f"{peak:,} bytes estimated, {expected:,} computed")

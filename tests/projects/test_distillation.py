@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """A teacher in projects/Distillation: its gradients, its memory, and checkpoints without it."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
@@ -23,8 +21,6 @@ from train_distillation import Trainer, add_distillation_config, channel_wise_lo
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.errors import CheckpointError, ConfigError
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.estimates import steps
 
 CHANNELS = 16
@@ -118,7 +114,7 @@ def test_the_teacher_is_frozen_and_in_evaluation_mode(cfg):
 
 
 @pytest.mark.slow
-def test_a_dry_run_has_the_memory_of_the_teacher_and_of_a_computed_step(cfg, monkeypatch):
+def test_a_dry_run_has_the_memory_of_the_teacher_and_of_a_computed_step(cfg, computing):
     def peak(cfg, trainer=None):
         job = Job.from_any(cfg, trainer, batch=WorstCase((64, 64), 3))
         return sum(steps.train(job, [job.training_batch(2)]).peak().values())
@@ -126,8 +122,7 @@ def test_a_dry_run_has_the_memory_of_the_teacher_and_of_a_computed_step(cfg, mon
     plain, dry = peak(tiny_cfg("faster_rcnn")), peak(cfg, Trainer)
     teacher = sum(p.numel() * p.element_size() for p in student_of(cfg).teacher.parameters())
     assert dry > plain + teacher
-    monkeypatch.setattr(steps, "WithoutValues", nullcontext)
-    monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+    computing()
     assert dry == pytest.approx(peak(cfg, Trainer), rel=0.001)
 
 

@@ -3,7 +3,6 @@
 
 import math
 import warnings
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -14,8 +13,6 @@ from tiny import parameters, relative_difference
 
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
-from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.estimates import steps
 
 pytest.importorskip("rfdetr")
@@ -68,12 +65,11 @@ def samples(model_config, num):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("boxes", marks=pytest.mark.long), "masks"])
-def test_the_estimate_has_the_bytes_of_a_computed_step(kind, monkeypatch):
+def test_the_estimate_has_the_bytes_of_a_computed_step(kind, computing):
     model_config, train_config = configs_of(kind)
     job = job_of(model_config, train_config, 5, "cpu")
     dry = steps.train(job, [job.training_batch()])
-    monkeypatch.setattr(steps, "WithoutValues", nullcontext)
-    monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+    computing()
     computed = steps.train(job, [job.training_batch()])
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     print(f"{kind}: {peak:,} bytes estimated, {expected:,} computed")

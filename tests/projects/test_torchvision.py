@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """torchvision's detectors in the loop of its references: memory, recovery and gradients."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from detectron2.utils.events import EventStorage
@@ -21,8 +19,6 @@ from train_detection import detection_losses, train_one_epoch
 
 from d2_memfit import Job
 from d2_memfit.engine import build_trainer
-from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.estimates import steps
 
 pytestmark = pytest.mark.slow
@@ -84,11 +80,10 @@ def job_of(kind, batch, **kwargs):
 
 
 @pytest.mark.parametrize("kind", [FasterRCNN, RetinaNet])
-def test_the_estimate_has_the_bytes_of_a_computed_step(kind, monkeypatch):
+def test_the_estimate_has_the_bytes_of_a_computed_step(kind, computing):
     job = job_of(kind, coins(2))
     dry = steps.train(job, [job.training_batch(2)])
-    monkeypatch.setattr(steps, "WithoutValues", nullcontext)
-    monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+    computing()
     computed = steps.train(job, [job.training_batch(2)])
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     print(f"{kind.__name__}: {peak:,} bytes estimated, {expected:,} computed")

@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """transformers' own Trainer as the loop: memory, recovery and gradients."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from d2_transformers.build import build_transformers_model
@@ -13,8 +11,6 @@ from tiny_transformers import RESOLUTION, draw_the_same_for_each_row, tiny_trans
 
 from d2_memfit import Job
 from d2_memfit.errors import ConfigError
-from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.estimates import steps
 from d2_memfit.settings import RecoveryOptions
 
@@ -69,7 +65,7 @@ def build_model(kind, is_exact=False):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_estimate_has_the_bytes_of_a_computed_step(kind, monkeypatch):
+def test_the_estimate_has_the_bytes_of_a_computed_step(kind, computing):
     items = [item(3, kind), item(7, kind)]
     job = Job(
         model=lambda: build_model(kind),
@@ -80,8 +76,7 @@ def test_the_estimate_has_the_bytes_of_a_computed_step(kind, monkeypatch):
         loss_fn=window_trainer.losses_of_columns,
     )
     dry = steps.train(job, [job.training_batch(2)])
-    monkeypatch.setattr(steps, "WithoutValues", nullcontext)
-    monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+    computing()
     computed = steps.train(job, [job.training_batch(2)])
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     print(f"{kind}: {peak:,} bytes estimated, {expected:,} computed")

@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Frozen modules and adapters: what is trained, memory, checkpoints."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
@@ -20,7 +18,6 @@ from d2_memfit.engine import MemfitCheckpointer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.estimates import steps
 from d2_memfit.techniques import apply_techniques
 
@@ -200,12 +197,11 @@ def test_two_ranks_train_the_adapters_of_one_process(two_ranks):
     assert any(value.any() for name, value in actual.items() if "lora_B" in name)
 
 
-def test_a_dry_run_has_the_memory_of_one_that_is_computed(monkeypatch):
+def test_a_dry_run_has_the_memory_of_one_that_is_computed(computing):
     cfg = cfg_of("vit", rank=2)
     job = Job.from_cfg(cfg, 1, batch=batch())
     dry = steps.train(job, [job.training_batch(2)])
-    monkeypatch.setattr(steps, "WithoutValues", nullcontext)
-    monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
+    computing()
     computed = steps.train(job, [job.training_batch(2)])
     assert sum(dry.peak().values()) == pytest.approx(sum(computed.peak().values()), rel=0.001)
 

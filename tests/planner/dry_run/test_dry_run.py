@@ -4,7 +4,6 @@
 import json
 import re
 from collections import Counter
-from contextlib import nullcontext
 from pathlib import Path
 from types import FunctionType
 
@@ -21,7 +20,7 @@ from torch import nn
 
 from d2_memfit.config import find_config_file, load_cfg
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.memory import TensorMeter, process_memory
+from d2_memfit.memory import process_memory
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_fake, make_fake
 from d2_memfit.planner.estimates import steps
 from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
@@ -167,17 +166,6 @@ def test_the_first_dry_run_of_a_process_is_like_later_ones(monkeypatch, opts):
     job = Job.from_cfg(cfg, 1, batch=CASE)
     first, second, third = (steps.train(job, [job.training_batch(1)]) for _ in range(3))
     assert first.work == second.work == third.work
-
-
-@pytest.fixture
-def computing(monkeypatch):
-    """Makes a job compute all that it does not, without changing what is counted."""
-
-    def compute():
-        monkeypatch.setattr(steps, "WithoutValues", nullcontext)
-        monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
-
-    return compute
 
 
 def owners_of(timeline):
