@@ -1,7 +1,7 @@
 # make demo   trains a Mask R-CNN on photographs of coins, evaluates it, and draws what it found
 # make test   runs the test suite, in about 8 minutes on two cores
-# make quick  runs the part of it that needs less than a minute
-# make long   runs what make test leaves out: real runs of many seconds each, in about 6 minutes
+# make quick  runs the part of it that needs half a minute
+# make long   runs what make test leaves out: real runs of many seconds each, in about 15 minutes
 # make docs   makes a site of the documentation, with Python 3.11 or later: open
 #             build/site/index.html, or, so that its search works too, the address that
 #             `python3 -m http.server --directory build/site` says

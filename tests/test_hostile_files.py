@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 PIPE = "cannot be read (it is a pipe)"
 NO_CONFIG = "does not exist, as a file or as a config of the zoo"
 LARGE = "over 1 MB, 100,000 values, 10,000 by aliases, or 100 levels"
-NOT_FINITE = "(NaN or infinite values in backbone.bottom_up.stem.conv1.weight)"
+NOT_FINITE = "(NaN or infinite values in backbone.stem.conv1.weight)"
 UNKNOWN_DEVICE = "MODEL.DEVICE 'tpu' is not a device of PyTorch: Expected one of cpu, cuda"
 NO_SUCH_DEVICE = "PyTorch sees 0 devices of this kind"
 
@@ -275,7 +275,7 @@ def make_bomb(file, side):
 
 
 def save_weights(folder, good):
-    name = "backbone.bottom_up.stem.conv1.weight"
+    name = "backbone.stem.conv1.weight"
     for file, value in (("nan", float("nan")), ("infinite", float("inf"))):
         bad = {**good, name: good[name].clone()}
         bad[name].view(-1)[7] = value

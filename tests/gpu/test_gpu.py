@@ -567,6 +567,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "check"), FAULTS, ids=[f"{i} {fault.__name__}" for i, (fault, _) in enumerate(FAULTS)]
 )

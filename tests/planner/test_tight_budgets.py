@@ -10,6 +10,7 @@ from tiny import ROOT
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces a budget on the CPU"),
 ]
 

@@ -126,7 +126,7 @@ def test_a_dry_run_has_the_memory_of_the_teacher_and_of_a_computed_step(cfg, com
     assert dry == pytest.approx(peak(cfg, Trainer), rel=0.001)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_that_ends_a_training_works_when_it_is_pasted(cfg, coins, tmp_path):
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 1, 1

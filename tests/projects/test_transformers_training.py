@@ -114,6 +114,7 @@ def train_with_failures(rank, kind, has_masks):
     return parameters(model.module), trainer.recovery.oom_events
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "has_masks"),
     [pytest.param("rf_detr", True, marks=pytest.mark.exhaustive), ("mask2former", True)],

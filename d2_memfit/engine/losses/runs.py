@@ -331,4 +331,6 @@ class SameDraws(TorchFunctionMode):
     def _seed_all(self) -> None:
         random.seed(self._seed)
         np.random.seed(self._seed)
-        torch.manual_seed(self._seed)
+        torch.default_generator.manual_seed(self._seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(self._seed)

@@ -299,8 +299,8 @@ IN_ALL_WAYS = {
 
 
 def marks(name, size=None):
-    """Micro-batches of one image try each criterion that draws no random numbers. Larger ones, and
-    ranks, try some of them; the others are long.
+    """Micro-batches of one image try each criterion that draws no random numbers. Larger ones,
+    remedies and ranks are tried with some of them; the others are long.
     """
     is_quick = size == 1 and not CRITERIA[name].is_random
     return () if is_quick or name in IN_ALL_WAYS else pytest.mark.long
@@ -312,7 +312,7 @@ ALL = [
     for size in (1, 3)
 ]
 REMEDIES = [
-    pytest.param(name, remedy, size, id=f"{name}-{remedy}-{size}", marks=marks(name, size))
+    pytest.param(name, remedy, size, id=f"{name}-{remedy}-{size}", marks=marks(name))
     for name, criterion in CRITERIA.items()
     for remedy in criterion.remedies
     for size in (1, 3)
