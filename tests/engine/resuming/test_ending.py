@@ -273,7 +273,7 @@ _DIFFER_BY_POLICY = ("forward", "NaN", "memory", "last hook after a step")
 EDGES = {
     phase: (out_of_memory_in(name), OutOfMemoryError, 1)
     for phase, name in [
-        ("start", "run_state.mark"),
+        ("start", "run_state.undo_point"),
         ("window", "loss_rules.prepare"),
         ("vote", "loss_rules.report"),
     ]
@@ -335,7 +335,6 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(
         "SOLVER.MAX_ITER": LAST,
         "MODEL.RESNETS.NORM": "BN",
         "MODEL.BACKBONE.FREEZE_AT": 0,
-        "MEMFIT.NORMALIZERS.POLICY": "off",  # testing the losses takes longer than all else
     }
     straight = straight_weights(**keys)
     add_error, error, before = {**ERRORS, **EDGES}[place]
@@ -356,8 +355,8 @@ def test_an_error_loses_nothing_in_fresh_and_resumed_runs(
 @pytest.mark.slow
 def test_an_iteration_that_cannot_begin_loses_no_step(coins, tmp_path, log):
     def at_the_start(trainer, now):
-        mark = trainer._trainer.run_state.mark
-        trainer._trainer.run_state.mark = lambda **kw: fail() if now() else mark(**kw)
+        undo_point = trainer._trainer.run_state.undo_point
+        trainer._trainer.run_state.undo_point = lambda **kw: fail() if now() else undo_point(**kw)
 
     run_until(coins_cfg(tmp_path, "retinanet"), 3, at_the_start, Injected)
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
