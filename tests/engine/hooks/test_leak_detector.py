@@ -191,7 +191,7 @@ def test_a_leak_in_the_loader_is_told_from_hooks(log, tmp_path):
     assert "held by: the data loader (" in warning
 
 
-ALARM = re.compile(r"grows? by .* per (?:1000 iterations|iteration), and ha(?:s|ve) for the last")
+ALARM = re.compile(r"grows? by .* per (?:1000 iterations|iteration), over the last")
 LOADERS = {
     "no workers": {"eval_period": 20, "family": "mask_rcnn"},
     "2 workers": {"num_workers": 2, "family": "retinanet"},
