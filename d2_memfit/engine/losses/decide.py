@@ -486,9 +486,13 @@ class GradientTest:
             images: used in place of the test's images, one per part.
             options: of :meth:`Subject.run`; ``carries`` applies to the parts only.
         """
-        is_known = not images and options == self._when_choosing
-        if not groups or (len(groups[0]) == len(self.names) and is_known):
-            return [way.pair][: len(groups)]
+        if not groups:
+            return []
+        if len(groups[0]) == len(self.names) and not images:
+            if options == self._when_choosing:
+                return [way.pair]
+            if not options and way is self.ways[0]:
+                return [Pair(self._whole, self._by_images)]
         if len(groups) == 1 or self._repeats_backward:
             try:
                 return self._run_at_once(way, groups, images, **options)

@@ -195,9 +195,13 @@ def run_on_rank(rank, coins, cfg, resume=False):
     return trainer.iterations, trainer.iter, parameters(trainer.model)
 
 
-@pytest.mark.parametrize("patience", [2, None])
-def test_all_ranks_go_on_from_the_best_and_end_together(coins, tmp_path, two_ranks, patience):
-    keys = {"SOLVER.IMS_PER_BATCH": 4, "MEMFIT.EMA_DECAY": 0.9}
+@pytest.mark.parametrize(("patience", "shares_states"), [(2, False), (None, True)])
+def test_all_ranks_go_on_from_the_best_and_end_together(
+    coins, tmp_path, two_ranks, patience, shares_states
+):
+    """Also if the best alone is saved, with optimizer states that all ranks have to send."""
+    keys = {"SOLVER.IMS_PER_BATCH": 4, "MEMFIT.EMA_DECAY": 0.9, "SOLVER.CHECKPOINT_PERIOD": 100}
+    keys["MEMFIT.OPTIMIZER.ZERO"] = shares_states
     folders = tmp_path / "straight", tmp_path / "resumed"
     straight, resumed = (cfg_of(folder, patience, max_iter=5, **keys) for folder in folders)
     expected = two_ranks.run(run_on_rank, coins, straight)
