@@ -947,8 +947,8 @@ class RaisesOnOneRank(Detr):
         return super().forward(batch)
 
 
-def state_of_ranks(rank, num_ranks, windows):
-    trainer = make_on_ranks(rank, num_ranks, Detr, windows, None)
+def state_of_ranks(rank, num_ranks, kind, windows):
+    trainer = make_on_ranks(rank, num_ranks, kind, windows, None)
     with EventStorage():
         trainer.run_step()
     return trainer.loss_rules.state_dict()
@@ -956,7 +956,7 @@ def state_of_ranks(rank, num_ranks, windows):
 
 def test_a_run_of_two_ranks_is_resumed_on_one(two_ranks):
     windows = windows_of([(4, 3, 0, 0), (1, 0, 0, 2)])
-    state, _ = two_ranks.run(state_of_ranks, 2, windows)
+    state, _ = two_ranks.run(state_of_ranks, 2, Detr, windows)
 
     class Resumed(AccumulatingTrainer):
         def __init__(self, *args, **kwargs):
@@ -966,6 +966,13 @@ def test_a_run_of_two_ranks_is_resumed_on_one(two_ranks):
     full, _ = train(Detr, windows)
     cut, _ = train(Detr, windows, steps=4, trainer=Resumed)
     assert max(float((c - f).norm() / f.norm()) for c, f in zip(cut, full)) < 2e-7
+
+
+def test_counts_that_depend_on_batch_normalisation_are_counts_on_two_ranks(two_ranks):
+    windows = windows_of([(10, 3, 4, 5), (1, 2, 6, 3)])
+    first, second = two_ranks.run(state_of_ranks, 2, CountsPredictions, windows)
+    assert first == second
+    assert first["rules"]["counts"]
 
 
 class LaterOnOneRank(Later):
