@@ -21,8 +21,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -31,10 +30,11 @@ from compatibility_checks.stubs import install_stubs
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import one_line
 from d2_memfit.job import Job, find_function, load_lazy_config, projects_of
+from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, MemoryEstimate
+from d2_memfit.planner.stand_ins import as_in_pytorch
 
 from .common import markdown_table
-from .old_software import V100, OldDevice, pytorch_before_1_11
 
 PUBLISHED = Path(__file__).with_name("zoo_train_memory.csv")
 UNSEEN = Path(__file__).with_name("unseen_train_memory.csv")
@@ -71,7 +71,7 @@ class Row:
         gb: published memory in thousands of MiB.
         options: KEY VALUE pairs.
         device: the card's file.
-        pytorch: "1.10" for versions before 1.11, "1.11" for later ones.
+        pytorch: the release whose memory is simulated, such as "1.9".
         used: what was chosen on this row; "" if nothing was.
     """
 
@@ -80,7 +80,7 @@ class Row:
     options: str = ""
     num_gpus: int = 8
     device: str = "v100"
-    pytorch: str = "1.10"
+    pytorch: str = "1.9"
     used: str = "software"
 
 
@@ -182,10 +182,13 @@ def compare(row: Row, folder: Optional[Path]) -> Result:
 
 
 def estimate_row(row: Row, folder: Optional[Path] = None) -> MemoryEstimate:
-    kind = V100 if row.device == "v100" else OldDevice
-    job = _job(row, folder)
-    with pytorch_before_1_11() if row.pytorch == "1.10" else nullcontext():
-        return DryJob(job, kind.load(row.device), evaluates=False).estimate(with_typical=True)
+    major, minor = row.pytorch.split(".")
+    version = int(major), int(minor)
+    device = DeviceModel.load(row.device).with_pytorch(version)
+    if row.device == "v100":  # with cuDNN 7
+        device = replace(device, convolution_workspace="transforms")
+    with as_in_pytorch(version):
+        return DryJob(_job(row, folder), device, evaluates=False).estimate(with_range=True)
 
 
 def _job(row: Row, folder: Optional[Path]) -> Job:

@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,9 +22,16 @@ from .allocators import CachingAllocator, PageAllocator
 
 __all__ = ["WORKSPACES", "DeviceModel", "DeviceUse", "device_names"]
 
-# Memory that convolutions need in addition to input, weight and result: none, or copies of these in
-# another memory layout. Kernels for tensor cores and oneDNN need channels-last or blocked layouts.
-WORKSPACES = ("none", "layout")
+# Memory that convolutions need in addition to input, weight and result.
+# layout: copies of these in another memory layout. Kernels for tensor cores and oneDNN need
+#   channels-last or blocked layouts.
+# transforms: what cuDNN 7 takes on cards without tensor cores, which transforms tiles.
+# most: the largest of all algorithms that are known here. cuDNN's heuristics choose by card,
+#   version and size (pytorch#13412, keras#15678), and PyTorch takes the next algorithm if the
+#   memory is not there (pytorch#49207): a run may take that much, and does not need it.
+WORKSPACES = ("none", "layout", "transforms", "most")
+
+_MANY_CHANNELS = 128
 
 # Shares of a data sheet's peaks that training reaches, fitted to published times
 # (tools/benchmarks/times.py): of the units for float32, of tensor cores, and of the bandwidth of
@@ -70,6 +77,8 @@ class DeviceModel:
         is_gpu: whether PyTorch's caching allocator manages its memory.
         convolution_workspace: a name in ``WORKSPACES``.
         foreach: whether the optimizer steps on all parameters at once, unless the job says so.
+        keeps_gradients: whether ``optimizer.zero_grad()`` fills gradients with zeros, so that they
+            exist in each forward.
         cublas_workspace_mb: workspaces of matrix products, kept by the allocator.
         other_tensors_mb: tensors that no dry run sees.
         reserve_mb: the part of ``other_tensors_mb`` that a small job does not need.
@@ -78,6 +87,9 @@ class DeviceModel:
             it: PyTorch's ``cudnn.allow_tf32`` is on, and that of matrix products is off.
         bytes_per_s: peak of the memory's bandwidth.
         host_bytes_per_s: bandwidth of copies to or from the host.
+        card_is_known: whether the card is known, or stands for one that nothing tells.
+        release_is_known: whether PyTorch's release is known; if not, ``keeps_gradients`` may be
+            true.
         is_measured: whether ``flops_per_s`` and ``bytes_per_s`` are measured, not peaks.
         seconds_per_operator: additional time of each operator, on the CPU and the device.
         seconds_per_micro_batch: additional time of each micro-batch, such as waits of the CPU for
@@ -106,6 +118,9 @@ class DeviceModel:
     flops_per_s: dict[str, float]
     bytes_per_s: float
     host_bytes_per_s: float
+    keeps_gradients: bool = False
+    card_is_known: bool = True
+    release_is_known: bool = True
     is_measured: bool = False
     seconds_per_operator: float = 22e-6  # fitted, like the shares above
     seconds_per_micro_batch: float = 23e-3  # fitted
@@ -198,6 +213,21 @@ class DeviceModel:
         text = f"{gpu}, taken for {nearest.description}"
         return replace(nearest, description=text, device_name=gpu)
 
+    def with_pytorch(self, version: tuple[int, int]) -> "DeviceModel":
+        """This device with a release of PyTorch such as (1, 13).
+
+        Until 2.0, the optimizer updated parameters one by one, and kept gradients. Until 1.11,
+        cuBLAS took its workspace from the device itself, not from the allocator.
+        """
+        is_old = version < (2, 0)
+        megabytes = 0 if version < (1, 11) else self.cublas_workspace_mb
+        return replace(
+            self,
+            foreach=self.foreach and not is_old,
+            keeps_gradients=is_old,
+            cublas_workspace_mb=megabytes,
+        )
+
     @property
     def reserve_bytes(self) -> int:
         return int(self.reserve_mb * MB)
@@ -256,6 +286,8 @@ class DeviceModel:
         ):
             yield Allocate(Allocation(int(megabytes * MB), owner, "setup"))
         for event in timeline.events:
+            if self.keeps_gradients and _changes_gradients(event):
+                continue
             if isinstance(event, Convolution):
                 size = self.workspace_bytes(event)
                 workspace = Allocation(size, "workspace", event.phase, "", "convolution")
@@ -268,7 +300,13 @@ class DeviceModel:
         """Bytes that a convolution takes while it runs, in addition to its tensors."""
         if self.convolution_workspace == "none":
             return 0
-        return c.dtype.itemsize * sum(math.prod(shape) for shape in (c.input, c.weight, c.output))
+        layout = c.dtype.itemsize * sum(math.prod(shape) for shape in (c.input, c.weight, c.output))
+        if self.convolution_workspace == "layout" or c.dtype.itemsize < 4:
+            return layout
+        of_winograd, of_fourier = _bytes_of_transforms(c)
+        if self.convolution_workspace == "most":
+            return max(layout, of_winograd, of_fourier)
+        return of_fourier or of_winograd
 
     def outside_bytes(self, ranks: int) -> Counter[str]:
         """Memory outside the allocator, by owner.
@@ -305,6 +343,43 @@ class DeviceModel:
         return speed * (_GROUPED if operator.kind == "grouped convolution" else 1.0)
 
 
+def _changes_gradients(event: Any) -> bool:
+    """Whether an event after the setup allocates or frees a gradient."""
+    is_first = isinstance(event, Allocate) and event.phase == "setup"
+    is_change = isinstance(event, (Allocate, Free))
+    return is_change and event.allocation.owner == "gradients" and not is_first
+
+
+def _bytes_of_transforms(c: Convolution) -> tuple[int, int]:
+    """Workspaces of Winograd's and of Fourier's transform; 0 for a transform that is not used.
+
+    Fourier's is used if the filter's transforms are smaller than the data's, and offsets in both
+    fit into 32 bits; Winograd's for 3 x 3 filters.
+
+    Sources: cuDNN's manual on CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING, whose tiles are 32 x 32; Lavin
+    and Gray, "Fast Algorithms for Convolutional Neural Networks", arXiv:1509.09308. The rule that
+    few channels are not transformed is fitted to the figures of Detectron2's zoo: a mask head's 80
+    are not, and 1230 of LVIS are.
+    """
+    if len(c.weight) != 4 or set(c.stride) != {1} or c.groups != 1:
+        return 0, 0
+    channels_out, channels_in, *kernel = c.weight
+    num_images, _, *size = c.output
+
+    def tiles_of(lengths: Iterable[int]) -> int:
+        return num_images * math.prod(math.ceil(s / n) for s, n in zip(size, lengths))
+
+    of_winograd = 0
+    if kernel == [3, 3]:  # tiles of 6 x 6 for each 4 x 4 results
+        channels = tiles_of((4, 4)) * (channels_in + channels_out) + channels_in * channels_out
+        of_winograd = 36 * 4 * channels
+    # Real transforms of 32 x 32 tiles: 32 x 17 complex numbers of 8 bytes.
+    data = tiles_of(33 - k for k in kernel) * (channels_in + channels_out) * 32 * 17 * 8
+    filters = channels_in * channels_out * 32 * 17 * 8
+    is_used = filters < data <= 2**31 and min(channels_in, channels_out) >= _MANY_CHANNELS
+    return of_winograd, (data + filters) * is_used
+
+
 def device_names() -> list[str]:
     return sorted({*(path.stem for path in _FOLDER.glob("*.yaml")), *_cards()})
 
@@ -317,12 +392,14 @@ def _cards() -> dict[str, dict[str, str]]:
 def _values_of_card(name: str) -> dict[str, Any]:
     """The values of a current card, with those of a card's row."""
     row = _cards()[name]
+    of_family = load_yaml(_FOLDER / "cuda.yaml")
     formats = {"float32": "float32", "float16": "16 bits"}
     if row["tf32"]:
         formats["tf32"] = "tf32"
+    else:  # no tensor cores for float32, so no other layout
+        of_family["convolution_workspace"] = "transforms"
     formats["bfloat16"] = "16 bits" if row["tf32"] else "float32"
     pattern = row["PyTorch's name"]
-    of_family = load_yaml(_FOLDER / "cuda.yaml")
     if row["capability"] == _HOPPER:
         of_family["cublas_workspace_mb"] = _CUBLAS_OF_HOPPER_MB
     return {

@@ -233,7 +233,7 @@ def test_a_file_of_ones_own(tmp_path):
         DeviceModel.load(file)
     file.write_text(text.replace("_workspace: layout", "_workspace: magic"))
     with pytest.raises(
-        ConfigError, match="convolution_workspace must be 'none' or 'layout', got 'm"
+        ConfigError, match="convolution_workspace must be 'none', 'layout', 'transf"
     ):
         DeviceModel.load(file)
     for numbers in ("500", "[500]", "[true, 500]"):

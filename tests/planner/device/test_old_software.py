@@ -1,18 +1,20 @@
 # Copyright (c) the d2_memfit developers.
-"""What old software took, which the figures of Detectron2's zoo have in them."""
+"""What earlier releases of PyTorch and cuDNN took."""
+
+from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks.old_software import V100, OldDevice, pytorch_before_1_11
 from torch import nn
 from torch.nn import functional
 
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.dry_run import Allocate, Allocation, Convolution, Free, Timeline
+from d2_memfit.planner.stand_ins import as_in_pytorch
 
 MB = 2**20
-
+CUDA = DeviceModel.load("cuda")
 
 WEIGHT = torch.randn(1024, 1, requires_grad=True)
 
@@ -47,7 +49,7 @@ def smooth_cross_entropy(x):
         (lambda x: functional.relu(x * 1) @ WEIGHT, 1, 2),
         (lambda x: nn.ReLU()(x * 1) @ WEIGHT, 1, 2),
         (lambda x: functional.relu(x * 1, inplace=True) @ WEIGHT, 1, 1),
-        (lambda x: functional.softmax(x * 1, dim=1), 1, 2),
+        (lambda x: functional.softmax(x * 1, dim=1), 1, 1),
         (cross_entropy, 1, 2),
         (smooth_cross_entropy, 1, 2),
     ],
@@ -56,7 +58,7 @@ def test_inputs_are_kept_and_gradients_are_the_same(function, now, before):
     x = torch.randn(256, 1024, requires_grad=True)
     expected = torch.autograd.grad(function(x).sum(), x)
     assert kept_megabytes(function, x) == now
-    with pytorch_before_1_11():
+    with as_in_pytorch((1, 9)):
         assert kept_megabytes(function, x) == before
         found = torch.autograd.grad(function(x).sum(), x)
     torch.testing.assert_close(found, expected)
@@ -65,7 +67,7 @@ def test_inputs_are_kept_and_gradients_are_the_same(function, now, before):
 
 def test_logits_are_there_while_their_gradients_are_made():
     x = torch.randn(256, 1024, requires_grad=True)
-    with pytorch_before_1_11(), TensorMeter() as meter:
+    with as_in_pytorch((1, 9)), TensorMeter() as meter:
         loss = cross_entropy(x)
         meter.peak_bytes = meter.live_bytes
         loss.backward()
@@ -80,7 +82,7 @@ def convolution(channels, size, num_images=2, kernel=3, dtype=torch.float32):
 
 
 def test_cudnn_7_transforms_tiles():
-    workspace = V100.load("cuda").workspace_bytes
+    workspace = replace(CUDA, convolution_workspace="transforms").workspace_bytes
     # 168 tiles of the data, with 512 channels, and 256 x 256 filters, of 32 x 17 complex numbers.
     large = convolution(256, (200, 336))
     assert workspace(large) == pytest.approx((168 * 512 + 256**2) * 32 * 17 * 8, rel=0.01)
@@ -89,7 +91,25 @@ def test_cudnn_7_transforms_tiles():
     assert workspace(convolution(2048, (50, 84), kernel=1)) == 0
     assert workspace(convolution(80, (28, 28), num_images=256, kernel=1)) == 0  # few channels
     half = convolution(256, (25, 42), dtype=torch.float16)
-    assert workspace(half) == DeviceModel.load("cuda").workspace_bytes(half)
+    assert workspace(half) == CUDA.workspace_bytes(half)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_most_is_that_of_the_largest_algorithm(kernel, dtype):
+    c = convolution(256, (200, 336), kernel=kernel, dtype=dtype)
+    each = {
+        name: replace(CUDA, convolution_workspace=name).workspace_bytes(c)
+        for name in ("none", "layout", "transforms")
+    }
+    assert each["none"] == 0
+    most = replace(CUDA, convolution_workspace="most").workspace_bytes(c)
+    assert most >= max(each.values())
+    # Ten images have so many tiles that Winograd's 36 numbers for each 16 results are the most.
+    ten = convolution(256, (200, 336), num_images=10)
+    assert replace(CUDA, convolution_workspace="most").workspace_bytes(ten) == 36 * 4 * (
+        10 * 50 * 84 * 512 + 256 * 256
+    )
 
 
 def test_gradients_that_a_loop_keeps_are_there_in_the_forward():
@@ -98,5 +118,18 @@ def test_gradients_that_a_loop_keeps_are_there_in_the_forward():
     new = Allocation(100 * MB, "gradients", "backward")
     events = [Allocate(kept), Free(kept), Allocate(activation), Free(activation), Allocate(new)]
     timeline = Timeline(events=events)
-    assert OldDevice.load("cuda").use(timeline).allocated_bytes == 150 * MB
-    assert DeviceModel.load("cuda").use(timeline).allocated_bytes < 120 * MB
+    assert CUDA.with_pytorch((1, 9)).use(timeline).allocated_bytes == 150 * MB
+    with_cublas = CUDA.with_pytorch((1, 13))
+    assert with_cublas.use(timeline).allocated_bytes == pytest.approx(166.25 * MB)
+    assert not with_cublas.foreach
+    assert CUDA.with_pytorch((2, 0)) == CUDA
+    assert CUDA.use(timeline).allocated_bytes < 120 * MB
+
+
+def test_relu_keeps_its_result_from_1_10_on():
+    x = torch.randn(256, 1024, requires_grad=True)
+    with as_in_pytorch((1, 10)):
+        assert kept_megabytes(lambda x: functional.relu(x * 1) @ WEIGHT, x) == 1
+        assert kept_megabytes(cross_entropy, x) == 2
+    with as_in_pytorch((1, 11)):
+        assert kept_megabytes(cross_entropy, x) == 1
