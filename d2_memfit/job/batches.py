@@ -40,7 +40,7 @@ class GivenBatches:
 
     assumptions: tuple[str, ...] = ()
     evaluation_assumptions: tuple[str, ...] = ()
-    is_guess = False
+    is_guess = has_any_shape = False
     typical = None
 
     def __init__(self, batch: Union[Any, Callable[[], Any]]) -> None:

@@ -41,7 +41,7 @@ from .mapped import MappedBatches
 from .parts import GivenParts, Parts, TrainerParts
 from .projects import own_registry
 
-__all__ = ["Job"]
+__all__ = ["Batches", "Job"]
 
 Batches = Union[GivenBatches, MappedBatches]
 
@@ -131,7 +131,8 @@ class Job:
             batch: the largest batch of the job: ``batch=`` images, see
                 :class:`~d2_memfit.job.batches.GivenBatches`, or sizes as a :class:`WorstCase`. Or
                 values in place of the datasets': ``image_size=`` (height, width) of the largest
-                image file, ``num_instances=`` of the most crowded image.
+                image file, ``num_instances=`` of the most crowded image, ``mean_instances=`` of
+                all images.
         """
         return cls.from_trainer(DefaultTrainer, cfg, ranks, **batch)
 
@@ -199,12 +200,14 @@ class Job:
         batch: Any = None,
         image_size: Optional[Size] = None,
         num_instances: Optional[int] = None,
+        mean_instances: Optional[float] = None,
     ) -> None:
         self.settings = settings
         self.parts = parts.with_cfg(settings.cfg)
         self._batch = batch
         self._image_size = image_size
         self._num_instances = num_instances
+        self._mean_instances = mean_instances
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
         """The same job with other values for some config keys.
@@ -227,6 +230,13 @@ class Job:
         """The same job with another largest batch, as for :meth:`from_cfg`."""
         job = copy.copy(self)
         job._batch = batch
+        vars(job).pop("batches", None)
+        return job
+
+    def with_image_size(self, size: Size) -> "Job":
+        """The same job with another height and width, in pixels, of the largest image file."""
+        job = copy.copy(self)
+        job._image_size = size
         vars(job).pop("batches", None)
         return job
 
@@ -324,7 +334,7 @@ class Job:
             raise ConfigError("DATASETS.TRAIN is empty: name the dataset, or give a batch")
         grouped = self.cfg.DATALOADER.ASPECT_RATIO_GROUPING
         with_labels = self.cfg.MODEL.META_ARCHITECTURE in _WITH_SEM_SEG
-        return MappedBatches(parts, grouped, with_labels, size, num_instances)
+        return MappedBatches(parts, grouped, with_labels, size, num_instances, self._mean_instances)
 
     def training_batch(
         self, num_images: Optional[int] = None, batches: Optional[Batches] = None

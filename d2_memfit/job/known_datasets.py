@@ -131,13 +131,20 @@ def _by_name(name: str) -> Optional[KnownDataset]:
     return next((d for prefix, d in _KNOWN.items() if name.startswith(f"{prefix}_")), None)
 
 
-def assumed_statistics(names: Sequence[str], with_labels: bool = False) -> DatasetStatistics:
+def assumed_statistics(
+    names: Sequence[str], with_labels: bool = False, mean_instances: Optional[float] = None
+) -> DatasetStatistics:
     """Statistics to assume of datasets that cannot be read.
 
     Args:
         with_labels: as for :func:`~.largest_images.invented_dict`.
+        mean_instances: the mean number of objects in an image, if somebody has counted them.
     """
     known = known_dataset(names)
+    if mean_instances is not None and known is None:
+        most = math.ceil(_CROWDED * mean_instances)
+        source = f"{_CROWDED} times that is a guess"
+        known = KnownDataset("this dataset", most, mean_instances, source, True)
     name = (*names, "")[0]
     sizes = frozenset([known.largest] if known and known.has_one_size and known.largest else ())
     num = known.num_instances if known else DEFAULT_INSTANCES
@@ -146,7 +153,7 @@ def assumed_statistics(names: Sequence[str], with_labels: bool = False) -> Datas
         sizes,
         known.instances_per_image() if known else (num,),
         crowded,
-        mean_instances=known.mean_instances if known else None,
+        mean_instances=(known or _KNOWN["coco"]).mean_instances,
         is_guess=known is None or known.is_guess,
         missing=f"{num} instances at most, {_source_of_objects(known)}",
         largest=known.largest if known else None,
@@ -172,4 +179,4 @@ def assumed_statistics(names: Sequence[str], with_labels: bool = False) -> Datas
 def _source_of_objects(known: Optional[KnownDataset]) -> str:
     if known is None:
         return "a guess"
-    return f"as {known.title} may have ({known.mean_instances:g} in the mean; {known.source})"
+    return f"as {known.title} may have ({known.mean_instances:.3g} in the mean; {known.source})"

@@ -17,6 +17,8 @@ from pycocotools import mask as coco_mask
 __all__ = [
     "ANY_SIZE",
     "DEFAULT_INSTANCES",
+    "EXTREME_SIZES",
+    "TYPICAL_SIZE",
     "Size",
     "WorstCase",
     "any_shape",
@@ -34,6 +36,10 @@ __all__ = [
 # Used if no dataset is there to count: the most crowded image of COCO's training set has 93.
 DEFAULT_INSTANCES = 100
 ANY_SIZE = (800, 1333)  # of an image, where nothing depends on it
+# Of photographs. Cameras and COCO have 3 to 4 mostly. Tiles are square, and Cityscapes has 1 to 2.
+# One of these has the fewest pixels after a resize: which, depends on its limit of the longer side.
+TYPICAL_SIZE = (960, 1280)
+EXTREME_SIZES = ((1280, 1280), (1280, 2560))
 
 Size = tuple[int, int]  # height and width in pixels
 

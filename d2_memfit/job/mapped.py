@@ -66,12 +66,15 @@ class MappedBatches:
         groups_by_aspect: whether the loader never mixes portraits and landscapes in a batch.
         with_labels: whether the model needs label images, if a missing dataset has no metadata.
         image_size, num_instances: values in place of the datasets'.
+        mean_instances: mean number of objects in an image, for datasets that cannot be read.
 
     Attributes:
         num_instances: annotated objects in the most crowded training image.
         assumptions: one line for each thing that is not known, with the value assumed for it.
         evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
         is_guess: whether ``num_instances`` is a guess.
+        has_any_shape: whether nothing tells the shape of images. Then the largest one counts that
+            the augmentations can make of any photograph.
         typical: batches with the mean number of objects in each image; None if it is unknown, or
             nearly the largest.
 
@@ -87,12 +90,14 @@ class MappedBatches:
         with_labels: bool = False,
         image_size: Optional[Size] = None,
         num_instances: Optional[int] = None,
+        mean_instances: Optional[float] = None,
     ) -> None:
         self._parts = parts
         self._groups_by_aspect = groups_by_aspect
         self._with_labels = with_labels
         self._image_size = image_size
         self._num_instances = num_instances
+        self._mean_instances = mean_instances
 
     @property
     def num_instances(self) -> int:
@@ -109,6 +114,19 @@ class MappedBatches:
     @property
     def is_guess(self) -> bool:
         return self._training.statistics.is_guess
+
+    @property
+    def has_any_shape(self) -> bool:
+        statistics = self._training.statistics
+        return self._image_size is None and not (statistics.sizes or statistics.largest)
+
+    def in_shape(self, size: Size) -> "MappedBatches":
+        """Batches of images whose files have another height and width, in pixels."""
+        other = copy.copy(self)
+        other._image_size = size
+        for name in ("_training", "_evaluation", "typical"):
+            vars(other).pop(name, None)
+        return other
 
     @cached_property
     def typical(self) -> Optional["MappedBatches"]:
@@ -164,7 +182,7 @@ class MappedBatches:
                 "batch cannot be made: name a function that makes one, --batch MODULE:FUNCTION"
             )
         statistics = statistics_of(loader.names) or assumed_statistics(
-            loader.names, self._with_labels
+            loader.names, self._with_labels, self._mean_instances
         )
         sizes = statistics.sizes if self._image_size is None else frozenset([self._image_size])
         largest = max(sizes, key=math.prod) if sizes else statistics.largest

@@ -229,7 +229,8 @@ def test_a_guess_gives_a_range_with_its_reason(ade20k):
     assert text.splitlines()[0].endswith(", 1 process")
     low, high = estimate.range_gb
     assert f"Range: {low:.2f} to {high:.2f} GB allocated in training" in text
-    assert f"Typical: {estimate.typical_gb:.2f} GB allocated, with the mean of 20 " in text
+    assert f"Typical: {estimate.typical_gb:.2f} GB allocated, " in text
+    assert ", 20 instances in each\n" in text
 
 
 @pytest.fixture

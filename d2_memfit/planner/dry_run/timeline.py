@@ -162,12 +162,14 @@ class Timeline:
         work: by phase.
         calls: forwards of the model's blocks in training, in the order in which they end.
         notes: lines about parts that may be larger in a real batch.
+        has_roi_heads: whether the model samples proposals.
     """
 
     events: list[Event] = field(default_factory=list)
     work: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
     calls: list[BlockCall] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    has_roi_heads: bool = False
 
     def forget_what_is_gone(self) -> None:
         """Drop allocations that are freed already, such as temporaries of the setup."""

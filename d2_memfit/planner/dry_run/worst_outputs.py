@@ -14,32 +14,36 @@ from torch import nn
 from ...common.patching import knows_function, replaced_functions, source_files
 from ...job import boxes_anywhere, rotated
 
-__all__ = ["detect_most", "worst_case"]
+__all__ = ["detect_most", "parts_with_roi_heads", "worst_case"]
 
 Note = Callable[[str], None]
 _Size = tuple[int, int]  # height and width in pixels
 
+_ON_EACH = 4  # proposals on an object, if few are
 _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
 
 
 @contextmanager
-def worst_case(model: nn.Module, note: Note) -> Iterator[None]:
+def worst_case(model: nn.Module, note: Note, few_on_objects: bool = False) -> Iterator[None]:
     """While open, ROI heads get the most proposals possible, and no anchor is ignored.
 
-    Enough proposals are on objects. ROI heads are found by the attribute ``roi_heads`` of any part
-    of the model. So it does not matter which generator makes the proposals, or how many branches it
-    has.
+    As many proposals are on objects as the heads may take. ROI heads are found by the attribute
+    ``roi_heads`` of any part of the model. So it does not matter which generator makes the
+    proposals, or how many branches it has.
 
     RetinaNet ignores some anchors in its losses: those that overlap an object, but too little to be
     matched. An image can have none of them, so here they are background.
 
     Args:
         note: called with a line for the user about proposals whose largest number is not known.
+        few_on_objects: whether there are only four proposals on each object and its own box. RPN
+            keeps boxes that overlap each other by less than 0.7; four of them is a guess.
     """
-    parts = [part for part in model.modules() if isinstance(_heads_of(part), nn.Module)]
+    parts = parts_with_roi_heads(model)
     hooks = [
         _heads_of(part).register_forward_pre_hook(
-            partial(_give_most, note, getattr(part, "proposal_generator", None)), with_kwargs=True
+            partial(_give_most, note, few_on_objects, getattr(part, "proposal_generator", None)),
+            with_kwargs=True,
         )
         for part in parts
     ]
@@ -76,6 +80,10 @@ def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) ->
             )
 
 
+def parts_with_roi_heads(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if isinstance(_heads_of(part), nn.Module)]
+
+
 def _heads_of(part: nn.Module) -> Any:
     return getattr(part, "roi_heads", None)
 
@@ -88,7 +96,12 @@ def _left_alone(what: str, where: str) -> str:
 
 
 def _give_most(
-    note: Note, generator: Any, heads: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    note: Note,
+    few_on_objects: bool,
+    generator: Any,
+    heads: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Replace the proposals that ROI heads are called with, as a forward pre-hook."""
     given = [*args, *kwargs.values()]  # by type: projects and techniques have other names
@@ -100,10 +113,10 @@ def _give_most(
     if proposals is None or not is_known or not _are_of_one_kind(proposals, targets):
         note(_left_alone("proposals", type(heads if generator is None else generator).__name__))
         return None
-    filled = [  # a generator with branches gives each image several times
-        _filled(p, targets[i % len(targets)], max(num or at_once, len(p)), heads)
-        for i, p in enumerate(proposals)
-    ]
+    filled = []
+    for i, p in enumerate(proposals):  # a generator with branches gives each image several times
+        objects = targets[i % len(targets)]
+        filled.append(_filled(p, objects, max(num or at_once, len(p)), heads, few_on_objects))
     return (
         tuple(filled if value is proposals else value for value in args),
         {k: filled if value is proposals else value for k, value in kwargs.items()},
@@ -142,7 +155,7 @@ def _are_of_one_kind(proposals: list[Instances], objects: list[Any]) -> bool:
 
 
 def _filled(
-    found: Instances, objects: Optional[Instances], num: int, heads: nn.Module
+    found: Instances, objects: Optional[Instances], num: int, heads: nn.Module, few_on_objects: bool
 ) -> Instances:
     """``num`` proposals with the fields of those found, as many on objects as heads may take."""
     name = _box_field([found])
@@ -152,6 +165,8 @@ def _filled(
     if objects is not None and len(objects):
         share = getattr(heads, "positive_fraction", 0.5)
         num_on_objects = min(num, round(share * getattr(heads, "batch_size_per_image", num)))
+        if few_on_objects:
+            num_on_objects = min(num_on_objects, _ON_EACH * len(objects))
         rows = torch.arange(num_on_objects)
         boxes[rows] = objects.gt_boxes.tensor.to(boxes)[rows % len(objects)]
     result = Instances(found.image_size)

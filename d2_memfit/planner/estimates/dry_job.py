@@ -1,19 +1,18 @@
 # Copyright (c) the d2_memfit developers.
 """A job with dry runs of its training and evaluation."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Optional
 
 from ...common.units import GB
-from ...job import Job, size_of
+from ...job import EXTREME_SIZES, TYPICAL_SIZE, Batches, Job, padded_area, size_of
 from ...memory import segments_expand
 from ...techniques import loader_bytes
 from ..device import DeviceModel, DeviceUse, DoesNotFit
 from ..dry_run import Timeline, one_line_errors
 from . import steps
-from .ranges import OF_TENSORS, Widths, margin_of, widths_of
+from .ranges import OF_TENSORS, Others, chance_of_need, margin_of, range_of, widths_of
 from .times import Range, factor_range, seconds_range
 
 __all__ = ["DryJob", "MemoryEstimate"]
@@ -44,9 +43,10 @@ class MemoryEstimate:
         device_total_gb: device memory of the process, including the context, in training and in
             the evaluations between.
         evaluation_gb: peak allocated in evaluation; None without evaluation.
-        typical_gb: ``peak_allocated_gb`` with the mean number of objects in each image; None if the
-            mean is not known, or not asked for.
-        typical_instances: that number; None without it.
+        typical_gb: ``peak_allocated_gb`` with a typical shape of images, if theirs is not known,
+            and the mean number of objects in each; None if neither is different, or not asked for.
+        typical_size: height and width in pixels to which a typical micro-batch is padded.
+        typical_instances: the mean number of objects; None if it is not known.
         range_gb: interval of ``peak_allocated_gb``.
         device_range_gb: interval of ``device_total_gb``.
         widths: how far both ends of ``device_range_gb`` are from the value, in GB, by source.
@@ -77,6 +77,7 @@ class MemoryEstimate:
     device_total_gb: float
     evaluation_gb: Optional[float]
     typical_gb: Optional[float]
+    typical_size: tuple[int, int]
     typical_instances: Optional[int]
     range_gb: tuple[float, float]
     device_range_gb: tuple[float, float]
@@ -89,6 +90,13 @@ class MemoryEstimate:
     other_segments_gb: Optional[float]
     num_workers: int
     host_gb: float
+
+    def chance_within(self, gb: float) -> float:
+        """The chance that the job needs no more than some GB of the device."""
+        outside = sum(gb for owner, gb in self.outside.items() if owner != "between blocks")
+        worst, typical = self.peak_allocated_gb, self.typical_gb
+        typical = worst if typical is None else typical
+        return chance_of_need(gb, worst + outside, typical + outside, self.widths)
 
 
 class DryJob:
@@ -211,21 +219,19 @@ class DryJob:
         return factor_range(self.seconds() / before.seconds(), formats[0] != formats[1])
 
     def estimate(
-        self, limit_bytes: Optional[int] = None, with_typical: bool = False
+        self, limit_bytes: Optional[int] = None, with_range: bool = False
     ) -> MemoryEstimate:
         """Describe the memory.
 
         Args:
             limit_bytes: limit of the process, within which the memory stays if possible.
-            with_typical: whether to make a dry run with the mean number of objects, too.
+            with_range: whether to make the dry runs of other cases, whose memory is the range's.
         """
-        typical = self.job.batches.typical if with_typical else None
-        typical_bytes = None
-        if typical is not None:
-            typical_bytes = self._typical_bytes(self.job.training_batch(batches=typical))
+        others, typical_size = self._others() if with_range else (Others(), self.image_size)
+        typical = self.job.batches.typical if with_range else None
         uses = self.uses(limit_bytes)
         geometry = self.job.geometry
-        widths = widths_of(uses[0], self.device, typical_bytes, self.job.batches.is_guess)
+        widths = widths_of(uses[0], self.device, others, self.job.batches.is_guess)
         return MemoryEstimate(
             device=self.device.description,
             from_run=self.device.from_run,
@@ -241,10 +247,11 @@ class DryJob:
             peak_reserved_gb=uses[0].reserved_bytes / GB,
             device_total_gb=self.total_bytes(limit_bytes) / GB,
             evaluation_gb=uses[1].allocated_bytes / GB if uses[1:] else None,
-            typical_gb=None if typical_bytes is None else typical_bytes / GB,
+            typical_gb=None if others.typical is None else others.typical / GB,
+            typical_size=typical_size,
             typical_instances=None if typical is None else typical.num_instances,
-            range_gb=_range_gb(uses[0].allocated_bytes, widths, OF_TENSORS),
-            device_range_gb=_range_gb(self.total_bytes(limit_bytes), widths, widths),
+            range_gb=_in_gb(range_of(uses[0].allocated_bytes, widths, OF_TENSORS)),
+            device_range_gb=_in_gb(range_of(self.total_bytes(limit_bytes), widths, widths)),
             widths={source: (low / GB, high / GB) for source, (low, high) in widths.items()},
             breakdown={
                 owner: num_bytes / GB for owner, num_bytes in uses[0].breakdown.most_common()
@@ -258,15 +265,49 @@ class DryJob:
             host_gb=loader_bytes(self.job.cfg, geometry.ranks) / GB,
         )
 
-    def _typical_bytes(self, batch: Any) -> int:
-        """Peak allocated in training with a typical micro-batch."""
-        with one_line_errors():
-            timeline = self._train(batch)
-        return self.device.use(timeline, None, self.expandable_segments).allocated_bytes
+    def _others(self) -> tuple[Others, tuple[int, int]]:
+        """The memory of other cases, and the size of a typical micro-batch."""
+        batches: Any = self.job.batches
+        size, smallest = self.image_size, None
+        if batches.has_any_shape:
+            usual = batches.in_shape(TYPICAL_SIZE)
+            typical_batch = self.job.training_batch(batches=usual.typical or usual)
+            size = size_of(typical_batch)
+        has_other_shapes = size != self.image_size  # else a crop decides
+        if has_other_shapes:
+            shapes = [batches.in_shape(shape) for shape in EXTREME_SIZES]
+            batches = min(
+                shapes, key=lambda b: padded_area(size_of(self.job.training_batch(batches=b)))
+            )
+            smallest = self._peak(self._train_on(batches))
+        least = batches.typical or batches
+        timeline = self._train_on(least)
+        mean = typical = self._peak(timeline)
+        if has_other_shapes:
+            typical = self._peak(self._train(typical_batch))
+        if self.training.has_roi_heads:
+            timeline = self._train_on(least, few_on_objects=True)
+        few = none = self._peak(timeline)
+        most = gradients = None
+        if self.device.is_gpu:
+            none = self._peak(timeline, convolution_workspace="none")
+            most = self._peak(self.training, convolution_workspace="most")
+        if not self.device.release_is_known:
+            gradients = self._peak(self.training, keeps_gradients=True)
+        return Others(typical, smallest, mean, few, none, most, gradients), size
 
-    def _train(self, batch: Any) -> Timeline:
+    def _train_on(self, batches: Batches, few_on_objects: bool = False) -> Timeline:
+        return self._train(self.job.training_batch(batches=batches), few_on_objects)
+
+    def _peak(self, timeline: Timeline, **values: Any) -> int:
+        """Peak allocated on the device, with other values of it."""
+        device = replace(self.device, **values)
+        return device.use(timeline, None, self.expandable_segments).allocated_bytes
+
+    def _train(self, batch: Any, few_on_objects: bool = False) -> Timeline:
         accumulates = len(self.job.geometry.micro_batch_sizes()) > 1
-        return steps.train(self.job, [batch], *self._like, accumulates)
+        with one_line_errors():
+            return steps.train(self.job, [batch], *self._like, accumulates, few_on_objects)
 
     def uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
         """Device memory of training and evaluation; without the limit if that is too low."""
@@ -297,6 +338,6 @@ class DryJob:
         return max(use.total_bytes for use in uses) / GB
 
 
-def _range_gb(value: int, widths: Widths, sources: Iterable[str]) -> tuple[float, float]:
-    low, high = (sum(ends) for ends in zip(*(widths[source] for source in sources)))
-    return (value - low) / GB, (value + high) / GB
+def _in_gb(ends: tuple[float, float]) -> tuple[float, float]:
+    low, high = ends
+    return low / GB, high / GB

@@ -55,7 +55,7 @@ def estimate_memory(
         cfg, trainer, num_gpus, batch=batch, image_size=image_size, num_instances=num_instances
     )
     dry_job = run_dry(job, device, probe, evaluates)
-    return dry_job.estimate(dry_job.limit_bytes, with_typical=True)
+    return dry_job.estimate(dry_job.limit_bytes, with_range=True)
 
 
 def run_dry(

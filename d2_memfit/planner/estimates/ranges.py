@@ -1,16 +1,30 @@
 # Copyright (c) the d2_memfit developers.
 """How far the memory of a run may be from its estimate, by source, and the margin of plans.
 
+The estimate is for the largest images, the most objects and the usual workspaces.
+
+shape
+    Nothing tells the shape of the photographs: from square to 1 to 2. ``ResizeShortestEdge`` with
+    its usual limits makes 0.6 times the pixels of a square photograph that it makes of one of 3 to
+    5. A typical one has 3 to 4.
 objects
-    The estimate is for the most crowded images in one batch. A run with the mean number of objects
-    in each image needs less; if a model needs more with it, the range goes up to that. If the
-    largest number is a guess, the range has the same width upwards.
+    A run with the mean number of objects in each image needs less, and so does one with few
+    proposals on each object. If a model needs more with the mean number, the range goes up to that.
+    If the largest number is a guess, it has the same width upwards.
+workspaces
+    What convolutions take while they run: nothing, or the most of all algorithms that are known
+    (:data:`~d2_memfit.planner.device.WORKSPACES`).
+card
+    If nothing tells the card: cuDNN may choose any algorithm that the card's memory allows. The
+    share was chosen on one run that needed more (docs/RUNS_OF_OTHERS.md).
+release
+    If nothing tells PyTorch's release: gradients exist in each forward until 2.0.
 software
-    Versions of PyTorch, cuDNN and the driver use other workspaces and keep other tensors. The share
-    was chosen on the published rows in docs/PUBLISHED_MEMORY.md that were used for a choice: at
-    least 90% of them are in their range. The page also has the share of the other rows. On a CPU,
-    which has the same software, and after a run of the same model, it is the difference between two
-    runs that tests/planner/estimates/test_from_runs.py allows.
+    Versions of PyTorch, cuDNN and the driver keep other tensors. The share was chosen on the
+    published rows in docs/PUBLISHED_MEMORY.md that were used for a choice: at least 90% of them are
+    in their range. The page also has the share of the other rows. On a CPU, which has the same
+    software, and after a run of the same model, it is the difference between two runs that
+    tests/planner/estimates/test_from_runs.py allows.
 allocator
     Memory between blocks, which depends on the order of all sizes of a run: none, or twice as much
     as the allocator's model finds. A guess.
@@ -20,12 +34,22 @@ context
     whose context is measured. On a CPU, the memory of the process in addition to its tensors: 50 to
     360 MB, as measured (devices/cpu.yaml, docs/PLANNER.md).
 
-The worst case already includes the most objects and the memory between blocks. So the margin of a
-plan covers only software and context.
+Below the estimate, shape, objects and workspaces are those of one batch, the least: their widths
+add up. All others are independent of each other: the squares of their widths add up.
+
+The worst case already includes the largest shape, the most objects and the memory between blocks,
+and PyTorch does without a workspace that is not there. So the margin of a plan covers only software
+and context.
+
+One run in twenty is taken to exceed an end of its range, and what jobs need to be normally
+distributed on both sides of the typical case. docs/RUNS_OF_OTHERS.md compares that with runs.
 """
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Optional
+from statistics import NormalDist
+from typing import NamedTuple, Optional
 
 from ...common.units import MB
 from ...job import Job
@@ -36,44 +60,116 @@ __all__ = [
     "OF_TENSORS",
     "SHARE_OF_SOFTWARE",
     "Margin",
+    "Others",
     "Widths",
+    "chance_of_need",
     "margin_of",
+    "range_of",
     "widths_of",
 ]
 
 SHARE_OF_SOFTWARE = 0.06  # of the tensors, in both directions
 _OF_THE_SAME_SOFTWARE = 0.02
+_OF_AN_UNKNOWN_CARD = 0.5  # of the tensors, upwards
 _CONTEXT_MB = (287, 426 + 380)
 _OF_A_CPU_MB = (50, 360)
 
-OF_TENSORS = ("objects", "software")  # the sources that concern memory allocated by PyTorch
+# The sources that concern memory allocated by PyTorch.
+_OF_BATCH = ("shape", "objects", "workspaces")
+OF_TENSORS = (*_OF_BATCH, "card", "release", "software")
 OF_MARGIN = ("software", "context")  # the sources that a plan's margin covers
+
+_NORMAL = NormalDist()
+_AT_THE_END = _NORMAL.inv_cdf(0.95)  # standard deviations
 
 Widths = dict[str, tuple[int, int]]  # bytes below and above an estimate, by source
 
 
-def widths_of(
-    use: DeviceUse, device: DeviceModel, typical_bytes: Optional[int], is_guess: bool
-) -> Widths:
+class Others(NamedTuple):
+    """Peaks of allocated memory, in bytes, in other cases than the estimate's; None if not known.
+
+    Attributes:
+        typical: photographs of a typical shape with the mean number of objects.
+        smallest: photographs of the shape that has the fewest pixels, if any shape is possible. The
+            next three are in this shape, too.
+        mean_objects: the mean number of objects in each image.
+        few_on_objects: the same, and few proposals on each.
+        no_workspaces: the same, and convolutions without workspaces.
+        most_workspaces: the estimate's batch, and the largest workspaces.
+        kept_gradients: the same with gradients in each forward, if PyTorch's release is not known.
+    """
+
+    typical: Optional[int] = None
+    smallest: Optional[int] = None
+    mean_objects: Optional[int] = None
+    few_on_objects: Optional[int] = None
+    no_workspaces: Optional[int] = None
+    most_workspaces: Optional[int] = None
+    kept_gradients: Optional[int] = None
+
+
+def widths_of(use: DeviceUse, device: DeviceModel, others: Others, is_guess: bool) -> Widths:
     """Distances of both ends of an interval from an estimate, by source.
 
     Args:
         use: the estimated worst case.
-        typical_bytes: peak allocated with the mean number of objects; None if it is not known.
         is_guess: whether the largest number of objects is a guess.
     """
-    saved = use.allocated_bytes - (typical_bytes or use.allocated_bytes)
-    below, above = max(saved, 0), max(-saved, 0)
-    widths = {"objects": (below, max(above, below * is_guess))}
-    of_software = round(_software_share(device) * use.allocated_bytes)
+    worst = use.allocated_bytes
+    smallest = _first(others.smallest, worst)
+    mean = _first(others.mean_objects, smallest)
+    few = _first(others.few_on_objects, mean)
+    without = _first(others.no_workspaces, few)
+    of_mean = smallest - mean
+    of_software = round(_software_share(device) * worst)
     between = use.outside["between blocks"] if device.is_gpu else 0
     context = use.outside["context"] + use.outside["loaded kernels"]
     return {
-        **widths,
+        "shape": (max(worst - smallest, 0), 0),
+        "objects": (max(smallest - min(few, mean), 0), max(-of_mean, of_mean * is_guess, 0)),
+        "workspaces": (
+            max(few - without, 0),
+            max(_first(others.most_workspaces, worst) - worst, 0),
+        ),
+        "card": (0, 0 if device.card_is_known else round(_OF_AN_UNKNOWN_CARD * worst)),
+        "release": (0, max(_first(others.kept_gradients, worst) - worst, 0)),
         "software": (of_software, of_software),
         "allocator": (between, between),
         "context": _of_context(device, context / MB),
     }
+
+
+def _first(num_bytes: Optional[int], other: int) -> int:
+    return other if num_bytes is None else num_bytes
+
+
+def range_of(
+    value: float, widths: Mapping[str, tuple[float, float]], sources: Iterable[str]
+) -> tuple[float, float]:
+    """Both ends of the interval around a value, in the unit of the widths."""
+    of_batch = sum(widths[source][0] for source in _OF_BATCH)
+    others = (widths[source][0] for source in sources if source not in _OF_BATCH)
+    below = math.hypot(of_batch, *others)
+    above = math.hypot(*(widths[source][1] for source in sources))
+    return value - below, value + above
+
+
+def chance_of_need(
+    limit: float, value: float, typical: float, widths: Mapping[str, tuple[float, float]]
+) -> float:
+    """The chance that a job needs no more than a limit of the device.
+
+    Args:
+        value: what the process takes in the estimated worst case, in the limit's unit.
+        typical: what it takes in a typical case.
+        widths: in the same unit.
+    """
+    taken = {source: (widths[source][0], 0.0) for source in ("workspaces", "card")}
+    low, high = range_of(value, {**widths, **taken}, (*OF_TENSORS, "context"))
+    to_the_end = high - typical if limit > typical else typical - low
+    if to_the_end <= 0:
+        return float(limit >= typical)
+    return _NORMAL.cdf(_AT_THE_END * (limit - typical) / to_the_end)
 
 
 def _software_share(device: DeviceModel) -> float:
@@ -110,11 +206,15 @@ class Margin:
 
 
 def margin_of(job: Job, device: DeviceModel) -> Margin:
-    """The margin of MEMFIT.PLAN.MARGIN, or of the widths above an estimate by ``OF_MARGIN``."""
+    """The margin of MEMFIT.PLAN.MARGIN, or of the widths above an estimate by ``OF_MARGIN``.
+
+    The widths are those that a run exceeds with a chance of MEMFIT.PLAN.RISK.
+    """
     share: Optional[float] = job.cfg.MEMFIT.PLAN.MARGIN
     if share is not None:
         return Margin(1 / (1 - share))
-    of_tensors = _software_share(device)
-    of_context = _of_context(device, device.context_mb + device.kernels_mb)[1]
+    widths = _NORMAL.inv_cdf(1 - job.cfg.MEMFIT.PLAN.RISK) / _AT_THE_END
+    of_tensors = widths * _software_share(device)
+    of_context = widths * _of_context(device, device.context_mb + device.kernels_mb)[1]
     outside = sum(device.outside_bytes(job.ranks).values())
     return Margin(1 + of_tensors, of_context - of_tensors * outside)

@@ -29,6 +29,7 @@ from ..dry_run import (
     detect_most,
     make_fake,
     noted_calls,
+    parts_with_roi_heads,
     worst_case,
 )
 from ..stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu, fast_matching
@@ -50,6 +51,7 @@ def train(
     like_gpu: bool = True,
     foreach: bool = True,
     accumulates: bool = False,
+    few_on_objects: bool = False,
 ) -> Timeline:
     """Make a dry run of an iteration in which optimizer states and DDP's buckets exist.
 
@@ -58,21 +60,26 @@ def train(
         like_gpu: whether device-dependent code runs as on a GPU, or as on a CPU.
         foreach: whether the optimizer steps on all parameters at once, unless the job says so.
         accumulates: whether gradients of earlier micro-batches exist.
+        few_on_objects: as for :func:`~d2_memfit.planner.dry_run.worst_case`.
     """
     precision = job.precision("cpu")
     casts = casts_of_cuda() if like_gpu else ()
     with _started(job, micro_batches, foreach, casts) as (run, model, optimizer):
+        run.timeline.has_roi_heads = bool(parts_with_roi_heads(model))
         scripted = _not_optimised(model, precision.dtype)
         if not accumulates:
             model.zero_grad(set_to_none=True)
         with noted_calls(model, run):
             note = run.timeline.notes.append
             loss_fn = job.parts.loss_fn
-            for phase in iterate(model, optimizer, precision, micro_batches, loss_fn, note):
+            phases = iterate(
+                model, optimizer, precision, micro_batches, loss_fn, note, few_on_objects
+            )
+            for phase in phases:
                 run.phase = phase
     if scripted:
         _optimised.update(scripted)
-        return train(job, micro_batches, like_gpu, foreach, accumulates)
+        return train(job, micro_batches, like_gpu, foreach, accumulates, few_on_objects)
     return run.timeline
 
 
@@ -97,15 +104,17 @@ def iterate(
     micro_batches: Sequence[Any],
     loss_fn: Optional[LossFn] = None,
     note: Callable[[str], None] = lambda line: None,
+    few_on_objects: bool = False,
 ) -> Iterator[str]:
     """Run an iteration with the most proposals possible; yield each phase before it begins.
 
     Args:
         note: called with a line about each part that may be larger in a real batch.
+        few_on_objects: as for :func:`~d2_memfit.planner.dry_run.worst_case`.
     """
     for batch in micro_batches:
         yield "forward"
-        with worst_case(model, note), precision.autocast():
+        with worst_case(model, note, few_on_objects), precision.autocast():
             loss: Any = sum(losses_of(model, batch, loss_fn).values())
         yield "backward"
         precision.backward(loss * (1 / len(micro_batches)))

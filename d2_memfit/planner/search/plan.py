@@ -75,6 +75,7 @@ class Plan:
         left_out: techniques with which the job does not run, and why; a line each.
         other: if this plan changes more than exact techniques, the fastest exact plan that fits;
             else the plan that changes number formats, if it is predicted to be faster.
+        chance: the chance that a run needs no more than the budget.
         cost_model: one line about the cost model that cuts windows; "" without one.
     """
 
@@ -95,6 +96,7 @@ class Plan:
     left_out: tuple[str, ...] = ()
     other: Optional[OtherPlan] = None
     cost_model: str = ""
+    chance: Optional[float] = None
 
     @property
     def predicted_gb(self) -> list[float]:

@@ -137,7 +137,7 @@ class Planner(Trials):
             self.budget_bytes = math.inf
             choice = fastest.choice(tiers, prefer) or choice
         before, after = self.dry_job(start), self.dry_job(choice)
-        estimate = after.estimate(self.limit_bytes, with_typical=True)
+        estimate = after.estimate(self.limit_bytes, with_range=True)
         return Plan(
             budget_gb=budget_gb,
             margin=free,
@@ -155,6 +155,7 @@ class Planner(Trials):
             evaluation_decides=after.evaluation_decides(self.limit_bytes),
             left_out=tuple(self.left_out),
             other=self._other(choice, fastest, tiers) if fits else None,
+            chance=estimate.chance_within(budget_gb),
         )
 
     @property

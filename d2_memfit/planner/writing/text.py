@@ -6,7 +6,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..estimates import MemoryEstimate, in_words
+from ..estimates import OF_TENSORS, MemoryEstimate, in_words, range_of
 from ..search import OtherPlan, Plan
 
 _EVALUATION_DECIDES = (
@@ -16,11 +16,23 @@ _EVALUATION_DECIDES = (
 
 _FASTER = "Predicted to be faster, with different rounding (--prefer speed)"
 
+# What a user can tell, by source.
+_OF_DATA = "the data (--coco, or --image-size and --instances)"
+_TELLS = {
+    "shape": _OF_DATA,
+    "objects": _OF_DATA,
+    "card": "the card",
+    "release": "PyTorch's release",
+}
+
 __all__ = [
     "describe_batch",
+    "describe_chance",
     "describe_estimate",
     "describe_plan",
     "describe_settings",
+    "describe_sources",
+    "what_would_tell",
     "why_it_does_not_fit",
     "why_it_is_tight",
 ]
@@ -45,18 +57,42 @@ def describe_batch(estimate: MemoryEstimate) -> list[str]:
 def _range(e: MemoryEstimate) -> list[str]:
     """Lines about the range of the memory, its parts, and a typical batch."""
     (low, high), (device_low, device_high) = e.range_gb, e.device_range_gb
-    ends = [f"{source} -{below:.2f} +{above:.2f}" for source, (below, above) in e.widths.items()]
     lines = [
         f"Range: {low:.2f} to {high:.2f} GB allocated in training, {device_low:.2f} to "
         f"{device_high:.2f} GB of the device",
-        f"Parts of the range: {', '.join(ends)} GB",
+        f"By source: {describe_sources(e, e.widths)}",
     ]
     if e.typical_gb is not None:
+        objects = f", {e.typical_instances} instances in each" if e.typical_instances else ""
+        height, width = e.typical_size
         lines.append(
-            f"Typical: {e.typical_gb:.2f} GB allocated, with the mean of {e.typical_instances} "
-            "instances in each image"
+            f"Typical: {e.typical_gb:.2f} GB allocated, {height} x {width} pixels{objects}"
         )
-    return lines
+    return [*lines, *what_would_tell(e)]
+
+
+def describe_sources(e: MemoryEstimate, sources: Iterable[str] = OF_TENSORS) -> str:
+    """What the range of an estimate comes from, in GB below and above it, the largest first."""
+    widths = {source: e.widths[source] for source in sources}
+    whole = sum(map(sum, widths.values())) or 1.0
+    largest_first = sorted(widths.items(), key=lambda item: -sum(item[1]))
+    return ", ".join(
+        f"{source} -{below:.2f} +{above:.2f} GB ({(below + above) / whole:.0%})"
+        for source, (below, above) in largest_first
+        if below + above > 0.005
+    )
+
+
+def what_would_tell(e: MemoryEstimate) -> list[str]:
+    """A line about what a user can tell, to make the range narrower; none if that is little."""
+    known = {source: (0.0, 0.0) for source in _TELLS}
+    told = [(source, how) for source, how in _TELLS.items() if sum(e.widths[source]) > 0.005]
+    low, high = range_of(e.peak_allocated_gb, {**e.widths, **known}, OF_TENSORS)
+    before, after = e.range_gb[1] / e.range_gb[0], high / low
+    if not told or after > 0.95 * before:
+        return []
+    how = ", ".join(dict.fromkeys(how for _, how in told))
+    return [f"Tell {how}, and the range shrinks from x {before:.2f} to x {after:.2f}"]
 
 
 def _unit(estimate: MemoryEstimate, number: int = 1) -> str:
@@ -96,6 +132,7 @@ def describe_plan(plan: Plan) -> str:
     lines = [
         *_verdict(plan),
         f"Budget: {plan.budget_gb:.4g} GB, {headroom}. The job {needs} {_needs(plan)}.",
+        *describe_chance(plan),
     ]
     if plan.steps:
         rows = [
@@ -154,6 +191,14 @@ def why_it_is_tight(plan: Plan) -> str:
         f"{plan.margin:.0%} headroom for what is not known. {_if_it_does_not_fit(plan)}. "
         f"{plan.smallest_budget_gb:.2f} GB would leave this headroom{_unless(plan)}"
     )
+
+
+def describe_chance(plan: Plan) -> list[str]:
+    """A line about how likely the plan is to fit."""
+    if plan.chance is None or not plan.fits:
+        return []
+    of = next((n for n in (20, 100) if plan.chance < 1 - 0.5 / n), 1000)
+    return [f"Chance to fit: about {min(round(plan.chance * of), of - 1)} of {of} runs like this"]
 
 
 def _unless(plan: Plan) -> str:
