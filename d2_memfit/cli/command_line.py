@@ -16,6 +16,7 @@ _DESCRIPTION = (
     "estimate what a job needs, and plan how to make it fit."
 )
 COMMANDS = {
+    "explain": "explain a log: what a run needed, why it died, and what would have fitted",
     "estimate": "estimate the memory that a job needs",
     "plan": "make a job fit a budget",
     "certify": "predict the memory of each iteration of a planned run, and fix its data's order",
@@ -63,6 +64,8 @@ def command_parser(
     parser = _CommandParser(prog="d2-memfit", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"d2_memfit {__version__}")
     commands = parser.commands
+    explain = commands.add_parser("explain", help=COMMANDS["explain"])
+    _add_explain_options(explain)
     asking = _parser_of_asking()
     estimate = commands.add_parser("estimate", parents=[asking], help=COMMANDS["estimate"])
     estimate.add_argument(
@@ -150,6 +153,28 @@ def _parser_of_asking() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_explain_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "log",
+        type=Path,
+        metavar="LOG",
+        help="a log.txt, the output of a console, a notebook, or an OUTPUT_DIR",
+    )
+    parser.add_argument(
+        "--card", metavar="CARD", help="plan for this card (default: that of the log)"
+    )
+    parser.add_argument(
+        "--config-file",
+        metavar="FILE.py",
+        help="the LazyConfig of the log, whose code no log has; it is run",
+    )
+    add_coco_option(parser)
+    _add_project_options(parser)
+    _add_size_options(parser)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
 def _add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
@@ -191,6 +216,11 @@ def _add_job_options(parser: argparse.ArgumentParser) -> None:
         help="a function that takes the config and returns the largest batch: a list of dataset "
         "dicts as the model gets them",
     )
+    _add_size_options(parser)
+
+
+def _add_size_options(parser: argparse.ArgumentParser) -> None:
+    """Add what a dataset would say."""
     parser.add_argument(
         "--image-size",
         metavar="HEIGHT,WIDTH",
@@ -213,6 +243,14 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
         help="a file, or the name of a config in Detectron2's model zoo or ours; a LazyConfig ends "
         "in .py",
     )
+    _add_project_options(parser)
+    parser.add_argument(
+        "opts", nargs="*", metavar="KEY VALUE", help="config keys and values; key=value for .py"
+    )
+
+
+def _add_project_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name the code of a project."""
     parser.add_argument(
         "--project",
         action="append",
@@ -226,9 +264,6 @@ def _add_config_options(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:CLASS",
         help="the class that trains, with build_model, build_optimizer, ... as in DefaultTrainer; "
         "for a script train_net.py in this folder it is train_net:Trainer",
-    )
-    parser.add_argument(
-        "opts", nargs="*", metavar="KEY VALUE", help="config keys and values; key=value for .py"
     )
 
 

@@ -13,20 +13,29 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Optional
 
+from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
-from ..config import card_name
+from ..config import card_name, find_config_file, preset_of_card
 from ..data import convert_dataset
 from ..doctor import examine
 from ..engine import world_size
 from ..engine.resuming import signals_end_at_once
 from ..errors import ConfigError, exit_on_error
+from ..explain import (
+    Explanation,
+    Help,
+    describe_run,
+    describe_runs,
+    explain_each,
+    plan_for,
+)
 from ..inference import estimate_inference
-from ..job import Job, find_function
+from ..job import Job, find_function, load_lazy_config
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
 from ..planner.device import device_names
 from ..planner.estimates import run_dry
-from ..planner.search import plan_memory
+from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
     describe_estimate,
     describe_plan,
@@ -38,11 +47,12 @@ from ..planner.writing import (
 from ..report import read_run, write_html, write_png
 from . import train
 from .command_line import command_parser
-from .job_options import Config, files_read, job_of, load_any_config
+from .job_options import Config, files_read, image_size_of, job_of, load_any_config
 from .next_step import (
     after_a_look,
     after_certify,
     after_convert,
+    after_explain,
     after_plan,
     after_plot,
 )
@@ -54,6 +64,54 @@ __all__ = ["main"]
 
 _DOES_NOT_FIT = 3  # exit status
 _UNWELL = 3
+
+
+def _explain(args: argparse.Namespace) -> None:
+    help = Help(
+        [find_function(name) for name in args.project],
+        find_function(args.trainer, "--trainer") if args.trainer else None,
+        args.coco,
+        image_size_of(args.image_size),
+        args.instances,
+        partial(_lazy_job, args.config_file) if args.config_file else None,
+    )
+    if args.card is not None:
+        preset_of_card(args.card)  # raises at once if there is none
+    if args.instances is not None:
+        check_positive_int("--instances", args.instances)
+    each = list(explain_each(args.log, help))
+    explanation = Explanation(tuple(one.told for one in each))
+    if args.json and args.output is None:
+        print(json.dumps(asdict(explanation), indent=2))
+        return
+    # The last run that died, or else the last.
+    died = [one for one in each if one.told.oom is not None]
+    run, prediction, told = (died or each)[-1]
+    plan = None if prediction is None else plan_for(run, prediction, args.card)
+    writes = args.output is not None and plan is not None and plan.fits
+    if prediction is not None and plan is not None and writes:
+        with output_file(args.output, "w") as file:
+            file.write(_planned_file(args, prediction.rebuilt.job, plan))
+    if args.json:
+        print(json.dumps(asdict(explanation), indent=2))
+    else:
+        if each[1:]:
+            show(f"{describe_runs(explanation.runs)}\n\nIn detail, {told.name}:\n")
+        show(f"{describe_run(run, told, prediction, plan)}\n\n{after_explain(args, told, plan)}")
+    if args.output is not None and not writes:
+        sys.exit(_DOES_NOT_FIT)
+
+
+def _planned_file(args: argparse.Namespace, job: Job, plan: Plan) -> str:
+    if args.config_file is None:
+        return planned_yaml(job.cfg, plan)
+    cfg = load_lazy_config(find_config_file(args.config_file, ".py"), [])
+    is_python = args.output.suffix == ".py"
+    return lazy_file(args.config_file, [], plan) if is_python else planned_yaml(cfg, plan)
+
+
+def _lazy_job(config_file: str, ranks: int) -> Job:
+    return Job.from_lazy(load_lazy_config(find_config_file(config_file, ".py"), []), ranks)
 
 
 def _examine(args: argparse.Namespace) -> None:
@@ -91,7 +149,7 @@ def _estimate(args: argparse.Namespace) -> None:
         _print(args, inference, str(inference), "")
         return
     dry_job = run_dry(job, device, args.probe, not args.training_only)
-    estimate = dry_job.estimate(dry_job.limit_bytes, with_typical=True)
+    estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
     if args.html is not None:
         draw_estimate(dry_job, args.html, say)
     _print(args, estimate, describe_estimate(estimate), after_a_look(args))
@@ -193,6 +251,7 @@ _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "certify": _certify,
     "convert": _convert,
     "doctor": _examine,
+    "explain": _explain,
     "estimate": _estimate,
     "export": export_model,
     "measure-gpu": _measure,
@@ -209,7 +268,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     args = command_parser(train.argument_parser()).parse_args(argv)
     if args.command != "train" and world_size(1) > 1:
         raise ConfigError(f"{args.command} runs in one process: start it without torchrun")
-    if args.command in ("certify", "estimate", "plan"):
+    if args.command in ("certify", "estimate", "explain", "plan"):
         outputs = [getattr(args, option, None) for option in ("output", "html")]
         check_outputs(filter(None, outputs), files_read(args))
     _RUN[args.command](args)

@@ -26,7 +26,7 @@ from ..settings import check_settings
 from .options import check_opts, with_data, with_opts
 from .screen import show
 
-__all__ = ["files_read", "is_lazy", "job_of", "load_any_config"]
+__all__ = ["files_read", "image_size_of", "is_lazy", "job_of", "load_any_config"]
 
 Config = Union[CfgNode, DictConfig]
 
@@ -34,7 +34,7 @@ Config = Union[CfgNode, DictConfig]
 def files_read(args: argparse.Namespace) -> list[str]:
     """The files that a command's options name, without its outputs."""
     options = ("certificate", "config_file", "device", "input", "weights")
-    named = [getattr(args, option, None) for option in options]
+    named = [getattr(args, option, None) for option in (*options, "log")]
     return [str(file) for file in [*named, *(json for _, json, _ in args.coco)] if file]
 
 
@@ -108,12 +108,12 @@ def job_of(args: argparse.Namespace, cfg: Config) -> Job:
         trainer,
         args.num_gpus,
         batch=batch,
-        image_size=_image_size(args.image_size),
+        image_size=image_size_of(args.image_size),
         num_instances=args.instances,
     )
 
 
-def _image_size(text: Optional[str]) -> Optional[tuple[int, int]]:
+def image_size_of(text: Optional[str]) -> Optional[tuple[int, int]]:
     if text is None:
         return None
     try:

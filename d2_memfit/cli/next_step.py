@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
-from ..config import CARDS, card_name
+from ..config import CARDS, PRESETS, card_name
 from ..data import Conversion
+from ..explain import ExplainedRun
+from ..planner.search import Plan
 
 __all__ = [
     "after_a_look",
     "after_certify",
     "after_convert",
+    "after_explain",
     "after_export",
     "after_plan",
     "after_plot",
@@ -27,6 +30,34 @@ _OPTIONS = [
     *("config_file", "trainer", "batch", "image_size", "instances", "device", "probe"),
     *("training_only", "card", "budget", "allow", "prefer", "cost_model"),
 ]
+
+
+def after_explain(args: argparse.Namespace, told: ExplainedRun, plan: Optional[Plan]) -> str:
+    """The lines after an explanation: the plan's file and how to train it, or how to get one."""
+    explain = ["d2-memfit", "explain", args.log]
+    for name in ("config_file", "trainer", "image_size", "instances"):
+        value = getattr(args, name)
+        explain += ["--" + name.replace("_", "-"), value] if value else []
+    explain += _repeated("--project", args.project)
+    explain += [word for dataset in args.coco for word in ("--coco", *dataset)]
+    card = ["--card", args.card] if args.card else []
+    if told.not_rebuilt:
+        code = ["--project", "MODULE:FUNCTION", "--trainer", "MODULE:CLASS"]
+        if "LazyConfig" in told.not_rebuilt:
+            code = ["--config-file", told.not_rebuilt.rpartition("--config-file ")[2]]
+        return f"Next, name the code of its model:\n  {_line(*explain, *card, *code)}"
+    if plan is None:
+        return f"Next, plan for a card:\n  {_line(*explain, '--card', '8GB')}"
+    if not plan.fits:
+        least = plan.least_budget_gb or 0.0
+        larger = next((card for card, gb in PRESETS.items() if gb >= least), [*PRESETS][-1])
+        return f"Next, plan for a larger card:\n  {_line(*explain, '--card', larger)}"
+    if args.output is None:
+        return f"Next, write it to a file:\n  {_line(*explain, *card, '--output', 'plan.yaml')}"
+    args.num_gpus = plan.estimate.num_gpus
+    train = _train(args, ["--config-file", args.output])
+    data = "" if args.coco or args.config_file else " (add its data with --coco)"
+    return f"Written: {args.output}\nNext, train it{data}:\n  {train}"
 
 
 def after_a_look(args: argparse.Namespace) -> str:

@@ -1,0 +1,343 @@
+# Copyright (c) the d2_memfit developers.
+"""The trainings that a log of Detectron2 shows.
+
+A log is read message by message, so it may be of any size. Nobody vouches for its text: lines and
+numbers have a limited length, and control characters are left out.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Optional
+
+import yaml
+
+from ..common.reading import SafeLoader
+from ..errors import DataError
+
+__all__ = ["LoggedRun", "OomText", "Progress", "clean", "read_parts", "runs_in"]
+
+_LINES, _LINE = 2_000_000, 10_000  # of a log; characters, a longer line is cut
+_MESSAGE, _RUNS = 10_000, 1_000  # lines of a message; trainings
+
+_COLOUR = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
+_NOT_SHOWN = re.compile(r"[^\w !-~]+")  # what is neither a letter of any script nor in ASCII
+# [12/30 02:18:09] d2.utils.events INFO: text, or [01/06 11:33:38 d2.utils.events]: text
+# In a pasted text, colours may have lost the escape character.
+_HEAD = re.compile(r"\[(\d\d/\d\d \d\d:\d\d:\d\d)(?: [\w.-]+)?\](?: [\w.-]+ [A-Z]+)?: ?(?:\[0m)?")
+_ITERATION = re.compile(r"\biter(?:: |ation\": )(\d{1,12})(?:[ ,]|$)")  # or in metrics.json
+_SECONDS = re.compile(r" \"?time\"?: (\d{1,9}\.\d{1,9})")
+_PEAK = re.compile(r"max_mem: (\d{1,9})M")
+
+_FACT = re.compile(  # the beginning of a line that tells fields of a run, or its software
+    r"Rank of current process: \d+\. World size: (?P<ranks>\d{1,6})"
+    r"|Command line arguments: (?P<command>(?:.*?config_file='(?P<config_file>[^']*)')?.*)"
+    r"|(?:  MAX_ITER:|[\w.]{0,99}max_iter *=) *(?P<max_iter>\d{1,12})"
+    r"|[\w\[\] ]{0,99}s used in training: (?P<augmentations>.*)"
+    r"|(?:Removed [^.]{1,99}\. |Serializing )(?P<images>\d{1,12}) (?:images left|elements)"
+    r"|Distribution of instances among all (?P<classes>\d{1,9}) categories"
+    # The row of the total, or of the only class
+    r"|\|(?: *total *|[^|]*(?=\| *\d+ *\|$))\| *(?P<objects>\d{1,12})"
+    r"|Starting training from iteration (?P<start_iter>\d{1,12})"
+    r"|PyTorch +(?P<torch>\d\S{0,99})"
+    r"|detectron2 +(?P<detectron2>\d\S{0,99})"
+    r"|Python +(?P<python>\d\S{0,99})"
+    r"|(?:Driver version|\| NVIDIA-SMI [\d.]+ +Driver Version:) +(?P<driver>[\d.]{1,99})"
+    r"| +- CUDA Runtime (?P<cuda>\S{1,99})"
+    r"| +- CuDNN (?P<cudnn>\S{1,99})"
+)
+_GPU = re.compile(  # in "Environment info", of nvidia-smi -L, of nvidia-smi
+    r"GPU ([\d,]{1,99})(?:: | {2,})(\S.{0,99}?)(?: \((?:arch=|UUID).*)?$|"
+    r"\| +\d+ +((?:NVIDIA|Tesla|GeForce|Quadro|GRID|TITAN|RTX)(?: [^\s|.]+)*) +(?:On|Off|N/A) "
+)
+_TEXTS = {"Model:": "model_text", "Running with full config:": "config_text"}
+_OF_PROCESS = ("gpus", "gpu_count", "software", "ranks", "command", "config_file", "config_text")
+
+_FAILURE = re.compile(  # the beginning of a line about an error
+    r"(?:\[\w+\]: *)?(?:(?P<error>[\w.]{0,99}(?:Error|Exception|Exit)(?::|$))"
+    r"|Killed\b|Bus error|ERROR: Unexpected bus error|[\w./-]{1,99}: line \d+: |slurmstepd: "
+    r"|  traceback : "
+    r"|Out of memory in the (?=.*Now training stops$))"  # of d2_memfit
+)
+_OOM = re.compile(
+    r"[A-Z]{3,4} (?:\w+ )?(?:error: )?out of memory|ALLOC(?:ATION)?_FAILED|calling `cublasCreate"
+    r"|find a valid cuDNN algorithm|find an engine to execute"
+)
+_HOST_OOM = re.compile(
+    r"\bKilled\b|killed by signal|oom[-_]kill|SIGKILL|\b(?:_Array)?MemoryError|bad_alloc"
+    r"|DefaultCPUAllocator|Cannot allocate memory|[Bb]us error|nsufficient shared memory"
+)
+# In the traceback of an evaluation; the last one is DefaultPredictor's.
+_EVALUATES = ("inference_on_dataset", "_do_eval", "self.model([inputs])")
+_NUMBER = r"(\d{1,9}(?:\.\d{1,9})?) ([GMKb])(?:iB|B|ytes)\b"
+_MIB = {"G": 1024.0, "M": 1.0, "K": 1 / 1024, "b": 1 / 2**20}
+_OOM_NUMBERS = {  # PyTorch up to 2.0; 2.1 (which writes capacty) and later
+    "tried": rf"[Tt]ried to allocate {_NUMBER}",
+    "total": rf"{_NUMBER} total capacity|total capaci?ty of {_NUMBER}",
+    "free": rf"{_NUMBER} free;|of which {_NUMBER} is free",
+    "allocated": rf"{_NUMBER} already allocated|{_NUMBER} is allocated by PyTorch",
+    "reserved": rf"{_NUMBER} reserved in total",
+    "unallocated": rf"{_NUMBER} is reserved by PyTorch but unallocated",
+    "process": rf"this process has {_NUMBER} memory in use",
+}
+_OTHER = re.compile(  # a framework, by what the first lines of its logs have
+    r"(?P<OpenMMLab>\bmm(?:det|engine|cv|seg)\b)|(?P<Keras>[Kk]eras|[Tt]ensor[Ff]low|ms/step)"
+    r"|(?P<Lightning>\b[Ll]ightning)|(?P<Ultralytics>[Uu]ltralytics|\bYOLOv\d|GPU_mem)"
+)
+
+
+class OomText(NamedTuple):
+    """What the message of an out-of-memory error says, in MiB; None where it does not.
+
+    Attributes:
+        case: "at once", "after some iterations", "evaluation" or "host": those of OUT_OF_MEMORY.md.
+        iteration: that of the error, if the log shows it.
+        process: all that this process holds, with the context.
+    """
+
+    text: str
+    case: str
+    iteration: Optional[int] = None
+    tried: Optional[float] = None
+    total: Optional[float] = None
+    free: Optional[float] = None
+    allocated: Optional[float] = None
+    reserved: Optional[float] = None
+    unallocated: Optional[float] = None
+    process: Optional[float] = None
+
+    @property
+    def held(self) -> Optional[float]:
+        """What PyTorch's allocator held in the process."""
+        if self.reserved is None and self.allocated is not None and self.unallocated is not None:
+            return self.allocated + self.unallocated
+        return self.reserved
+
+
+class Progress(NamedTuple):
+    """A line of the log about an iteration: seconds of one, and the peak so far in MiB."""
+
+    iteration: int
+    seconds: Optional[float]
+    peak_mib: Optional[float]
+
+
+@dataclass
+class LoggedRun:
+    """What a log says of one training. None or "" is not known.
+
+    Attributes:
+        started: date and time of the first message, without the year.
+        gpus: the names of the cards, each once.
+        software: versions of torch, cuda, cudnn, driver, detectron2 and python.
+        ranks: processes that train.
+        command: the command line's arguments, as they are printed.
+        config_text: the full config as YAML.
+        zoo_config, overrides: the config file that a notebook's code names, and the keys to which
+            it gives values that can be read without running it.
+        model_text: the model as PyTorch prints it.
+        augmentations: those of training, as they are printed.
+        images, objects, classes: of the training set, in what is left of it.
+        start_iter, max_iter: of the schedule.
+        progress: the iterations that were logged.
+        oom: the out-of-memory error that ended the run.
+        error: the last line of another error that ended the run.
+        is_finished: whether the last iteration was logged.
+        notes: doubts about what is said above.
+    """
+
+    started: str = ""
+    gpus: list[str] = field(default_factory=list)
+    gpu_count: Optional[int] = None
+    software: dict[str, str] = field(default_factory=dict)
+    ranks: Optional[int] = None
+    command: str = ""
+    config_file: str = ""
+    config_text: str = ""
+    zoo_config: str = ""
+    overrides: dict[str, Any] = field(default_factory=dict)
+    model_text: str = ""
+    augmentations: str = ""
+    images: Optional[int] = None
+    objects: Optional[int] = None
+    classes: Optional[int] = None
+    start_iter: Optional[int] = None
+    max_iter: Optional[int] = None
+    progress: list[Progress] = field(default_factory=list)
+    oom: Optional[OomText] = None
+    error: str = ""
+    is_finished: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it trains, or ran out of memory before."""
+        return self.start_iter is not None or bool(self.progress) or self.oom is not None
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether the config is a LazyConfig, a file of Python."""
+        return self.config_file.endswith(".py")
+
+    @property
+    def ended(self) -> str:
+        """How it ended: "out of memory", "finished", "error" or "running"."""
+        if self.oom is not None:
+            return "out of memory"
+        return "finished" if self.is_finished else "error" if self.error else "running"
+
+    @property
+    def peak_mib(self) -> Optional[float]:
+        """The largest peak that the log shows."""
+        return max((p.peak_mib for p in self.progress if p.peak_mib is not None), default=None)
+
+    def config(self) -> dict[str, Any]:
+        """The full config as nested dicts; empty if the log does not show it.
+
+        Raises:
+            DataError: it is not valid YAML, or too large.
+        """
+        try:
+            values = yaml.load(self.config_text, SafeLoader)
+        except (ValueError, yaml.YAMLError) as e:
+            why = " ".join(str(e).split())
+            raise DataError(f"the config in the log is not valid ({why})") from e
+        return values if isinstance(values, dict) else {}
+
+
+def runs_in(lines: Iterable[str], name: str = "the log") -> list[LoggedRun]:
+    """The trainings of a log, in order.
+
+    Args:
+        lines: of a ``log.txt`` or of what a console shows, with colours or without.
+        name: what errors call them.
+
+    Raises:
+        DataError: the lines show no training with Detectron2, or are too many.
+    """
+    return read_parts([({}, lines)], name)
+
+
+def read_parts(parts: Iterable[tuple[dict[str, Any], Iterable[str]]], name: str) -> list[LoggedRun]:
+    """The trainings of a log in several parts, in order.
+
+    Args:
+        parts: the lines of each part, after the fields of the runs that start in it.
+        name: what errors call the log.
+
+    Raises:
+        DataError: the lines show no training with Detectron2, or are too many.
+    """
+    runs, whose = [LoggedRun()], "it has no line about an iteration"
+    for settings, lines in parts:
+        for date, message in _messages(lines, name):
+            first = message[0]
+            begins = first == "Model:" or first.startswith("Starting training from iteration")
+            if first.startswith("Rank of current process"):
+                runs.append(LoggedRun())
+            elif begins and runs[-1].has_started:
+                runs.append(LoggedRun(**{key: getattr(runs[-1], key) for key in _OF_PROCESS}))
+            if len(runs) > _RUNS:
+                raise DataError(f"{name} shows more than {_RUNS} trainings")
+            run = runs[-1]
+            if not run.has_started:
+                vars(run).update(settings)
+            run.started = run.started or date
+            run.error = "" if begins else run.error  # it did not end this run
+            _take(run, message)
+            if found := None if date else _OTHER.search("\n".join(message[:100])[:10_000]):
+                whose = f"it is of {found.lastgroup}"
+    trainings = [run for run in runs if run.has_started]
+    if not trainings:
+        why = f"it ends in {runs[-1].error:.200}" if runs[-1].error else whose
+        raise DataError(f"{name} shows no training with Detectron2: {why}")
+    return trainings
+
+
+def _messages(lines: Iterable[str], name: str) -> Iterator[tuple[str, list[str]]]:
+    """The date and the lines of each message; lines before the first one have no date.
+
+    What stands before a date, such as the ">" of a mail, is left out of the lines that follow.
+    """
+    date, prefix = "", ""
+    message: list[str] = []
+    for number, line in enumerate(lines):
+        if number >= _LINES:
+            raise DataError(f"{name} has more than {_LINES} lines")
+        text = clean(line)
+        head = _HEAD.search(text, 0, 150)
+        if message and (head or len(message) >= _MESSAGE):
+            yield date, message
+            message = []
+        if head:
+            date, prefix, text = head[1], text[: head.start()], text[head.end() :]
+        elif text.startswith(prefix.rstrip()):
+            text = text[len(prefix) :]
+        message.append(text)
+    if message:
+        yield date, message
+
+
+def clean(line: str) -> str:
+    """A line without colours, and without what a terminal would obey."""
+    line = _COLOUR.sub("", line[:_LINE].rstrip())
+    return line if line.isprintable() else _NOT_SHOWN.sub(" ", line)
+
+
+def _take(run: LoggedRun, message: list[str]) -> None:
+    """Note what a message says."""
+    if name := _TEXTS.get(message[0]):
+        setattr(run, name, "\n".join(message[1:]).rstrip())
+    evaluates = False
+    for line in message:
+        found = _ITERATION.search(line, 0, 1000) if "lr" in line else None
+        if found and "max mem: " not in line:  # as maskrcnn-benchmark writes
+            _take_iteration(run, int(found[1]), line)
+        elif found := _FACT.match(line):
+            _take_facts(run, found.groupdict(""))
+        elif found := _FAILURE.match(line):
+            _take_failure(run, line, evaluates, is_error=found["error"] is not None)
+        elif not run.has_started and (found := _GPU.match(line)):
+            run.gpus = list(dict.fromkeys([*run.gpus, found[2] or found[3]]))
+            run.gpu_count = (run.gpu_count or 0) + (found[1] or "").count(",") + 1
+        else:
+            evaluates = evaluates or any(call in line for call in _EVALUATES)
+
+
+def _take_iteration(run: LoggedRun, iteration: int, line: str) -> None:
+    if run.oom and run.oom.iteration is None:  # hooks write a last line after an error
+        run.oom = run.oom._replace(iteration=iteration)
+    elif run.oom and iteration > (run.oom.iteration or 0):
+        run.oom = None  # training went on
+    time, peak = _SECONDS.search(line), _PEAK.search(line)
+    run.progress.append(Progress(iteration, time and float(time[1]), peak and float(peak[1])))
+    run.is_finished = run.max_iter is not None and iteration + 1 >= run.max_iter
+
+
+def _take_facts(run: LoggedRun, facts: dict[str, str]) -> None:
+    """Set fields that are not known yet: the first dataset is the one that trains."""
+    for name, value in facts.items():
+        if value and name == "max_iter":  # the full config comes after the file that it is made of
+            run.max_iter = int(value)
+        elif value and not hasattr(run, name):
+            run.software.setdefault(name, value)
+        elif value and getattr(run, name) in (None, ""):
+            setattr(run, name, int(value) if getattr(run, name) is None else value)
+
+
+def _take_failure(run: LoggedRun, line: str, evaluates: bool, is_error: bool) -> None:
+    on_card = _OOM.search(line)
+    found = on_card or _HOST_OOM.search(line)
+    if found and run.oom is None:  # otherwise a console shows it again, or what came of it
+        text, numbers = line[found.start() :][:1000], {}
+        for name, pattern in _OOM_NUMBERS.items():
+            if number := re.search(pattern, text):
+                value, unit = filter(None, number.groups())
+                numbers[name] = float(value) * _MIB[unit]
+        said = re.search(r"of iteration (\d{1,12}) on rank", line)  # by d2_memfit
+        iteration = int(said[1]) if said else None
+        trained = any(iteration is None or p.iteration < iteration for p in run.progress)
+        case = "evaluation" if evaluates else "after some iterations" if trained else "at once"
+        run.oom = OomText(text, case if on_card else "host", iteration, **numbers)
+    elif is_error and not found and not (line.endswith(":") and run.error):
+        run.error = line.strip()  # what ends with ":" says less: torchrun's ChildFailedError

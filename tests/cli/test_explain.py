@@ -1,0 +1,159 @@
+# Copyright (c) the d2_memfit developers.
+"""The command explain, as owners of logs use it."""
+
+import json
+
+import pytest
+from made_up_logs import OOM, TRACEBACK, config_text, headed, log, notebook, progress
+from pasted import paste
+
+import d2_memfit
+from d2_memfit.cli.commands import main
+from d2_memfit.config import load_cfg
+
+RUN = {
+    *("name", "card", "images_per_gpu", "measured_mib", "typical_mib", "predicted_mib"),
+    *("range_mib", "inside", "ended", "oom", "seconds", "predicted_s", "assumed", "not_rebuilt"),
+}
+OOM_KEYS = {"case", "iteration", "tried_mib", "total_mib", "held_by_others_mib", "fits"}
+
+
+def messages(*end, **keys):
+    """Messages of a run whose model is here."""
+    found = log(*end, config=f"Running with full config:\n{config_text(**keys)}")
+    return [m for m in found if "Augmentations" not in m]
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="log.txt"):
+        (tmp_path / name).write_text(text if isinstance(text, str) else headed(text))
+        return str(tmp_path / name)
+
+    return write
+
+
+def refused(capsys, *args):
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", *args])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    return captured.err
+
+
+def not_a_number(constant):
+    pytest.fail(f"{constant} is not JSON")
+
+
+def explained(capsys, *args):
+    main(["explain", *args, "--json"])
+    return json.loads(capsys.readouterr().out, parse_constant=not_a_number)
+
+
+def test_json_has_the_names_of_the_contract(write, capsys):
+    broken = [m.replace("GeneralizedRCNN", "Nobodys") for m in messages(TRACEBACK + OOM)]
+    found = explained(capsys, write([*messages(), *messages(TRACEBACK + OOM), *broken]))
+    assert set(found) == {"runs"}
+    plain, died, unknown = found["runs"]
+    assert all(set(run) == RUN for run in found["runs"])
+    assert set(died["oom"]) == OOM_KEYS
+    assert plain["oom"] is None
+    assert (plain["ended"], died["ended"]) == ("running", "out of memory")
+    low, high = plain["range_mib"]
+    assert low <= plain["typical_mib"] <= plain["predicted_mib"] <= high
+    assert (plain["images_per_gpu"], plain["measured_mib"], plain["inside"]) == (2, 3000, False)
+    assert died["oom"]["total_mib"] == 10240
+    assert (unknown["predicted_mib"], unknown["range_mib"], unknown["inside"]) == (None,) * 3
+    assert unknown["images_per_gpu"] == 2
+    assert "Nobodys" in unknown["not_rebuilt"]
+
+
+def test_python_has_the_same_runs(write):
+    (run,) = d2_memfit.explain(write(messages(MODEL__META_ARCHITECTURE="Mine"))).runs
+    assert (run.name, run.card, run.ended) == ("run 1", "Made Up GPU 9000", "running")
+
+
+def test_the_last_run_that_died_is_explained(write, capsys):
+    main(["explain", write([*messages(TRACEBACK + OOM), *messages()])])
+    text = capsys.readouterr().out
+    assert "In detail, run 1:\n\nIt ran out of memory after some iterations" in text
+
+
+@pytest.mark.slow
+def test_the_commands_lead_from_a_log_to_a_plan(write, tmp_path, capsys):
+    main(["explain", write(messages())])
+    text = capsys.readouterr().out
+    assert text.startswith("It did not run out of memory")
+    text = paste(text, tmp_path)
+    assert "\nIt fits 7.5 GB" in text
+    text = paste(text, tmp_path)
+    assert "Written: plan.yaml\nNext, train it (add its data with --coco):\n" in text
+    planned = load_cfg(str(tmp_path / "plan.yaml"))
+    assert planned.MEMFIT.BUDGET_GB == 7.5
+    assert planned.DATASETS.TRAIN == ("of_a_stranger",)
+    assert planned.SOLVER.IMS_PER_BATCH == 4
+
+
+def test_the_next_command_keeps_what_was_told(write, coins, capsys):
+    coco = ["--coco", "of_explain", str(coins / "train.json"), str(coins / "train")]
+    told = [*coco, "--trainer", "detectron2.engine:DefaultTrainer"]
+    told += ["--instances", "3"]
+    main(["explain", write(messages()), "--card", "RTX 3060", *told])
+    command = capsys.readouterr().out.splitlines()[-1]
+    for words in ("--card 'RTX 3060'", "--coco", "--trainer", "--instances 3", "--output"):
+        assert words in command
+
+
+def test_without_code_the_next_command_names_what_is_missing(write, capsys):
+    main(["explain", write(messages(MODEL__META_ARCHITECTURE="Mine"))])
+    assert "--project MODULE:FUNCTION --trainer MODULE:CLASS" in capsys.readouterr().out
+    lazy = [m.replace("up.yaml", "up.py") for m in log() if "full config" not in m]
+    main(["explain", write(lazy)])
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" --config-file made/up.py")
+
+
+def test_a_plan_that_cannot_be_written_is_not_a_success(write, tmp_path, capsys):
+    file = tmp_path / "plan.yaml"
+    unknown = messages(MODEL__META_ARCHITECTURE="Mine")
+    for log_file in (write(messages()), write(unknown, "other.txt")):  # no card, no model
+        with pytest.raises(SystemExit, match="3"):
+            main(["explain", log_file, "--output", str(file)])
+        assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--card", "Voodoo 2"], "--card: 'Voodoo 2' is not known"),
+        (["--card", ""], "--card: '' is not known"),
+        (["--image-size", "x"], "--image-size must be HEIGHT,WIDTH"),
+        (["--instances", "-4"], "--instances must be a positive integer"),
+        (["--project", "nobody:x"], "No module named 'nobody'"),
+        (["--trainer", "os:path"], "os has no class 'path'"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(write, capsys, args, error):
+    unknown = messages(MODEL__META_ARCHITECTURE="Mine")  # also where no plan could be made
+    assert error in refused(capsys, write(unknown), *args)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "has no line about an iteration"),
+        ("a poem", "shows no training with Detectron2"),
+        ("Ultralytics YOLOv8.0.1 CUDA:0 (Tesla T4)", "Ultralytics"),
+    ],
+)
+def test_what_is_not_a_log_is_one_line(write, capsys, text, error):
+    assert error in refused(capsys, write(text))
+
+
+def test_a_config_file_that_runs_code_is_not_loaded(write, tmp_path, capsys):
+    evil = write(f"MODEL: !!python/object/apply:os.mkdir ['{tmp_path}/made']\n", "evil.yaml")
+    code = f"cfg = get_cfg()\ncfg.merge_from_file({evil!r})"
+    trained = headed(["Starting training from iteration 0", progress(19)])
+    main(["explain", write(notebook((code, ""), ("", trained)), "a.ipynb")])
+    assert "Not predicted" in capsys.readouterr().out
+    assert not (tmp_path / "made").exists()

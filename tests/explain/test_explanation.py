@@ -1,0 +1,91 @@
+# Copyright (c) the d2_memfit developers.
+"""What a run's numbers mean: who held the card, whether it fits, seconds."""
+
+import pytest
+
+from d2_memfit.explain.explanation import explain_run, held_by_others, is_shared
+from d2_memfit.explain.records import LoggedRun, OomText, Progress
+
+GIB = 1024.0
+# The least and most of a context, in MiB, of planner/estimates/ranges.py: 287, and 426 + 380.
+LEAST = 287.0
+
+
+def oom(total=10, free=0.1, allocated=8.0, reserved=9.0, tried=0.5, process=None, **more):
+    numbers = {"total": total, "free": free, "allocated": allocated, "reserved": reserved}
+    numbers |= {"tried": tried, "process": process}
+    gib = {name: None if n is None else n * GIB for name, n in numbers.items()}
+    return OomText("CUDA out of memory", more.pop("case", "at once"), **gib, **more)
+
+
+def told(text, **run):
+    return explain_run("run 1", LoggedRun(oom=text, **run), None).oom
+
+
+def test_what_others_hold_is_the_rest():
+    # The driver's numbers: total 10, free 0.1; this process 9.4 with its context, so others 0.5.
+    assert held_by_others(oom(process=9.4)) == pytest.approx(0.5 * GIB)
+    assert held_by_others(oom()) == pytest.approx(0.9 * GIB - LEAST)  # the context is not said
+    assert held_by_others(oom(reserved=9.9)) == 0  # never below 0
+    assert held_by_others(oom(free=None)) is None
+    assert held_by_others(oom(reserved=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        (oom(), False),  # had the whole card, and died
+        (oom(reserved=5.0, allocated=4.5), None),  # others held 5: without a prediction not known
+        (oom(reserved=5.0, allocated=4.5, tried=6.0), False),  # more than the whole card
+        (oom(free=4.0, reserved=5.0, allocated=4.5), None),  # a limit: there was room for it
+        (oom(reserved=None), None),  # nobody knows how much others held
+        (oom(total=None), None),
+        (oom(case="host"), None),
+    ],
+    ids=range(7),
+)
+def test_whether_the_job_fits_by_the_message_alone(text, fits):
+    assert told(text).fits is fits
+
+
+def test_contexts_of_others_alone_do_not_make_a_card_shared():
+    assert not is_shared(None)
+    assert not is_shared(1200.0)
+    assert is_shared(1300.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "middle"),
+    [
+        ([0.5], 0.5),
+        ([9.0] * 2 + [0.2] * 9 + [0.3] * 9, 0.25),  # the first tenth warms up
+        ([None, 0.4, None], 0.4),
+        ([None], None),
+        ([], None),
+    ],
+)
+def test_seconds_are_a_median_without_the_first_ones(seconds, middle):
+    run = LoggedRun(progress=[Progress(i, s, None) for i, s in enumerate(seconds)])
+    assert explain_run("run 1", run, None).seconds == (middle and pytest.approx(middle))
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "overrides", "images"),
+    [
+        ("SOLVER:\n  IMS_PER_BATCH: 16\n", 8, {}, 2),
+        ("SOLVER:\n  IMS_PER_BATCH: 4\n", None, {}, 4),
+        ("SOLVER:\n  IMS_PER_BATCH: 3\n", 4, {}, 1),
+        ("SOLVER:\n  IMG_PER_BATCH_LABEL: 3\n  IMS_PER_BATCH: 4\n", 1, {}, None),
+        ("SOLVER:\n  IMS_PER_BATCH: 0\n", 1, {}, None),
+        ("", None, {"SOLVER.IMS_PER_BATCH": 2}, 2),
+        ("", None, {"SOLVER.IMS_PER_BATCH": "x"}, None),
+        ("", None, {}, None),
+    ],
+    ids=range(8),
+)
+def test_images_of_a_gpu_are_known_without_the_models_code(config, ranks, overrides, images):
+    run = LoggedRun(config_text=config, ranks=ranks, overrides=overrides, notes=["a doubt"])
+    explained = explain_run("run 1", run, None, "its code is not here")
+    assert explained.images_per_gpu == images
+    assert explained.assumed == ["a doubt"]
+    assert explained.not_rebuilt == "its code is not here"

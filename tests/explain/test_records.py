@@ -1,0 +1,325 @@
+# Copyright (c) the d2_memfit developers.
+import pytest
+from made_up_logs import OOM, TRACEBACK, headed, log, progress
+
+from d2_memfit.errors import DataError
+from d2_memfit.explain.records import runs_in
+
+FINISHED = progress(99)
+INTERRUPTED = "Overall training speed: 41 iterations in 0:00:10 (0.2500 s / it)"
+
+
+def runs_of(messages, style="file"):
+    return runs_in(headed(messages, style).splitlines(True))
+
+
+def run_of(*end, style="file", **options):
+    (run,) = runs_of(log(*end, **options), style)
+    return run
+
+
+@pytest.mark.parametrize("style", ["file", "console"])
+def test_all_that_a_run_says_is_read(style):
+    run = run_of(FINISHED, style=style)
+    assert (run.gpus, run.gpu_count, run.ranks) == (["Made Up GPU 9000"], 2, 2)
+    assert run.software == {
+        "torch": "1.13.1+cu117",
+        "detectron2": "0.6",
+        "python": "3.8.10",
+        "driver": "470.10",
+        "cuda": "11.7",
+        "cudnn": "8.5",
+    }
+    assert (run.config_file, run.is_lazy) == ("made/up.yaml", False)
+    assert run.started == "01/02 03:00:00"
+    assert run.command.startswith("Namespace(")
+    assert run.config()["SOLVER"] == {"IMS_PER_BATCH": 4, "MAX_ITER": 100}
+    assert run.model_text == "GeneralizedRCNN(\n  (backbone): FPN()\n)"
+    assert run.augmentations == "[ResizeShortestEdge(800), RandomFlip()]"
+    assert (run.images, run.objects, run.classes) == (28, 42, 2)
+    assert (run.start_iter, run.max_iter, run.peak_mib) == (0, 100, 3000)
+    assert run.progress == [(i, 0.25, 3000.0) for i in (19, 39, 99)]
+    assert (run.ended, run.error, run.oom, run.notes) == ("finished", "", None, [])
+
+
+@pytest.mark.parametrize("prefix", ["> ", "    ", "trainer-1  | ", "\t"])
+def test_lines_may_be_quoted_or_indented(prefix):
+    whole = "$ python train_net.py\n" + headed(log(FINISHED), "console") + "user@host:~$ \n"
+    run, plain = (
+        runs_in(text.splitlines())
+        for text in ("\n".join((prefix + line).rstrip() for line in whole.splitlines()), whole)
+    )
+    assert run == plain
+
+
+def test_a_pasted_console_without_its_first_lines():
+    text = f"\x1b[0m{progress(19)}\n{progress(39, 3500)}\n{OOM}\n"
+    (run,) = runs_in(text.splitlines())
+    assert (run.peak_mib, run.start_iter, run.config()) == (3500, None, {})
+    assert run.oom.case == "after some iterations"
+
+
+def test_colours_without_the_escape_character():
+    text = headed(log(FINISHED), "console").replace("\x1b", "")
+    assert runs_in(text.splitlines()) == runs_of(log(FINISHED), "console")
+
+
+@pytest.mark.parametrize(
+    ("end", "ended"),
+    [
+        ([], "running"),
+        ([INTERRUPTED], "running"),  # hooks write it after Ctrl-C, too
+        ([FINISHED], "finished"),
+        ([TRACEBACK + "KeyError: 'cup'", INTERRUPTED], "error"),
+        ([TRACEBACK + OOM, progress(41), INTERRUPTED], "out of memory"),
+        ([FINISHED, "Traceback (most recent call last):\nFileNotFoundError: x.json"], "finished"),
+    ],
+)
+def test_how_a_run_ended(end, ended):
+    assert run_of(*end).ended == ended
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers", "held"),
+    [
+        # PyTorch 1.0 to 1.3, 1.4 to 2.0, 2.1, 2.2 and later, with graphs, other devices
+        (
+            "RuntimeError: CUDA out of memory. Tried to allocate 16.00 MiB (GPU 0; 11.00 GiB total "
+            "capacity; 4.00 GiB already allocated; 1.00 GiB free; 179.00 MiB cached)",
+            (16, 11264, 1024, 4096, None, None, None),
+            None,
+        ),
+        (
+            "RuntimeError: CUDA out of memory. Tried to allocate 414.00 MiB (GPU 0; 10.75 GiB "
+            "total capacity; 6.25 GiB already allocated; 0 bytes free; 6.75 GiB reserved in total "
+            "by PyTorch) If reserved memory is >> allocated memory try setting max_split_size_mb",
+            (414, 11008, 0, 6400, 6912, None, None),
+            6912,
+        ),
+        (
+            OOM.replace("capacity", "capacty"),
+            (1536, 10240, 512, 7168, None, 1024, 8704),
+            8192,
+        ),
+        (OOM, (1536, 10240, 512, 7168, None, 1024, 8704), 8192),
+        (
+            OOM.replace(
+                "by PyTorch, and",
+                "by PyTorch, with 8.00 MiB allocated in private pools (e.g., CUDA Graphs), and",
+            ),
+            (1536, 10240, 512, 7168, None, 1024, 8704),
+            8192,
+        ),
+        (
+            "RuntimeError: MPS backend out of memory (MPS allocated: 1.00 GB, other allocations: "
+            "2.00 GB, max allowed: 3.00 GB). Tried to allocate 256 bytes on private pool.",
+            (1 / 4096, None, None, None, None, None, None),
+            None,
+        ),
+        ("RuntimeError: CUDA error: out of memory", (None,) * 7, None),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_ALLOC_FAILED", (None,) * 7, None),
+    ],
+)
+def test_messages_of_all_releases(text, numbers, held):
+    oom = run_of(TRACEBACK + text, iterations=()).oom
+    assert oom[3:] == pytest.approx(numbers)
+    assert (oom.held, oom.case) == (held, "at once")
+    assert text.endswith(oom.text)
+
+
+def test_the_line_of_hooks_tells_the_iteration_of_an_error():
+    run = run_of(TRACEBACK + OOM, progress(57, 8000), TRACEBACK + OOM)  # which a console repeats
+    assert (run.oom.case, run.oom.iteration) == ("after some iterations", 57)
+    run = run_of(TRACEBACK + OOM, " iter: 0    lr: N/A  max_mem: 2817M", OOM, iterations=())
+    assert (run.oom.case, run.oom.iteration, run.peak_mib) == ("at once", 0, 2817)
+
+
+@pytest.mark.parametrize(("before", "case"), [((), "at once"), ((19,), "after some iterations")])
+def test_our_commands_show_the_error_after_the_hooks_lines(before, case):
+    message = f"Out of memory in the backward of iteration 41 on rank 0. The error was: {OOM}"
+    end = ["Exception during training:", progress(41, 9000), INTERRUPTED]
+    end += [f"The traceback:\n{TRACEBACK}d2_memfit.errors.OutOfMemoryError: {message}"]
+    run = run_of(*end, iterations=before)
+    assert (run.oom.case, run.oom.iteration, run.peak_mib) == (case, 41, 9000)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        [TRACEBACK + "  File 'x.py', line 9, in inference_on_dataset\n" + OOM],
+        [FINISHED, "Traceback\n    predictions = self.model([inputs])[0]\n" + OOM],
+    ],
+)
+def test_errors_in_evaluation(end):
+    run = run_of(*end)
+    assert (run.ended, run.oom.case) == ("out of memory", "evaluation")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Killed",
+        "train.sh: line 3: 4711 Killed                  python train_net.py",
+        "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. ",
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient "
+        "shared memory (shm).",
+        "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Bus error. It is possible",
+        "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 4096 bytes. Error code 12 (Cannot allocate memory)",
+        "OSError: [Errno 12] Cannot allocate memory",
+        "MemoryError",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=1.batch",
+        "  traceback : Signal 9 (SIGKILL) received by PID 4711",
+    ],
+)
+def test_the_hosts_memory(text):
+    run = run_of(TRACEBACK + text)
+    assert (run.ended, run.oom.case) == ("out of memory", "host")
+
+
+def test_recovery_is_not_the_end():
+    ours = (
+        f"Out of memory in the backward of iteration 40 on rank 0. The error was: {OOM}. Now halved"
+    )
+    run = run_of(ours, progress(59), ours, FINISHED)
+    assert (run.ended, run.oom) == ("finished", None)
+    final = f"d2_memfit.errors.OutOfMemoryError: {ours[:-12]}. Next things to try: (1) a smaller"
+    assert run_of(ours).ended == "running"
+    run = run_of(ours, TRACEBACK + final, progress(40))
+    assert (run.ended, run.oom.iteration) == ("out of memory", 40)
+    assert run.oom.total == 10240
+    caught = run_of(OOM + " skipped", progress(59), progress(79))  # by a trainer of somebody
+    assert (caught.ended, caught.oom) == ("running", None)
+
+
+def test_several_runs_in_one_file():
+    runs = runs_of([*log(TRACEBACK + OOM, iterations=()), *log(), *log(FINISHED)])
+    assert [run.ended for run in runs] == ["out of memory", "running", "finished"]
+    assert all(run.config()["SOLVER"]["MAX_ITER"] == 100 for run in runs)
+    assert not any(run.notes for run in runs)
+
+
+def test_a_resumed_run_says_where_it_began():
+    messages = log(iterations=(5019, 5039))
+    messages = [m.replace("iteration 0", "iteration 5000") for m in messages]
+    (run,) = runs_of([*messages, "Overall training speed: 40 iterations in 0:00:10"])
+    assert (run.start_iter, run.progress[0].iteration) == (5000, 5019)
+
+
+def test_runs_that_did_not_train_are_left_out():
+    broken = log(iterations=())[:-1]
+    assert len(runs_of([*broken, *log()])) == 1
+    with pytest.raises(
+        DataError, match=r"shows no training with Detectron2: it has no line about an iteration"
+    ):
+        runs_of([*broken, "Start inference on 12 batches"])
+    with pytest.raises(DataError, match=r"it ends in KeyError: 'cup'"):
+        runs_of([*broken, TRACEBACK + "KeyError: 'cup'"])
+
+
+def test_the_first_dataset_is_the_one_that_trains():
+    more = [
+        "Distribution of instances among all 3 categories:\n|   total    | 99        |",
+        "Serializing 12 elements to byte tensors and concatenating them all ...",
+    ]
+    messages = log()
+    (run,) = runs_of([*messages[:-3], *more, *messages[-3:]])
+    assert (run.images, run.objects, run.classes) == (28, 42, 2)
+
+
+def test_a_single_class_has_no_total():
+    table = """Distribution of instances among all 1 categories:
+|  category  | #instances   |
+|:----------:|:-------------|
+|    cup     | 140          |
+|            |              |"""
+    messages = [table if "Distribution" in m else m for m in log()]
+    (run,) = runs_of(messages)
+    assert (run.objects, run.classes) == (140, 1)
+
+
+def test_a_lazy_config():
+    messages = [m.replace("up.yaml", "up.py") for m in log() if "full config" not in m]
+    messages.insert(
+        3, "Contents of args.config_file=made/up.py:\ntrain.max_iter = 90\nMAX_ITER = 7"
+    )
+    (run,) = runs_of([*messages, INTERRUPTED])
+    assert (run.is_lazy, run.config_text, run.max_iter, run.ended) == (True, "", 90, "running")
+
+
+def test_an_error_of_a_launcher_does_not_hide_the_cause():
+    launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\n====="
+    run = run_of(f"{TRACEBACK}[rank1]: KeyError: 'cup'\n{launcher}")
+    assert (run.ended, run.error) == ("error", "[rank1]: KeyError: 'cup'")
+
+
+def test_a_file_whose_name_is_a_number():
+    (run,) = runs_of([m.replace("made/up.yaml", "123") for m in log()])
+    assert (run.config_file, run.is_lazy) == ("123", False)
+
+
+def test_what_a_terminal_would_obey_is_left_out():
+    hostile = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\ud800"
+    messages = [m.replace("Made Up", f"Made{hostile} Up") for m in log()]
+    messages = [m.replace("'made/up", f"'made{hostile}/up") for m in messages]
+    (run,) = runs_of([*messages, TRACEBACK + f"KeyError: {hostile}"])
+    shown = [*run.gpus, run.config_file, run.command, run.error]
+    assert all(text.isprintable() for text in shown)
+    assert "GPU 9000" in run.gpus[0]
+
+
+def test_nvidia_smi_names_the_card():
+    smi = """| NVIDIA-SMI 460.32.03    Driver Version: 460.32.03    CUDA Version: 11.2     |
+|   0  Tesla T4            Off  | 00000000:00:04.0 Off |                    0 |"""
+    for text, driver in [(smi, "460.32.03"), ("GPU 0: Tesla T4 (UUID: GPU-1234)", None)]:
+        (run,) = runs_in([*text.splitlines(), progress(19)])
+        assert (run.gpus, run.gpu_count, run.software.get("driver")) == (["Tesla T4"], 1, driver)
+
+
+@pytest.mark.parametrize(
+    ("line", "project"),
+    [
+        (
+            "2022-01-01 10:00:00 - mmdet - INFO - Epoch [1][50/1000] lr: 1e-2, memory: 3803",
+            "OpenMM",
+        ),
+        ("01/02 03:04:05 - mmengine - INFO - Iter(train) [  50/1000]  lr: 1e-2", "OpenMM"),
+        ("Ultralytics YOLOv8.0.1 Python-3.10 torch-2.0 CUDA:0 (Tesla T4)", "Ultralytics"),
+        ("100/100 [==============================] - 3s 29ms/step - loss: 0.69", "Keras"),
+        ("epoch: 1/300, iter: 10/924, mem: 2500Mb, iter_time: 0.4s, lr: 1e-6", "has no line"),
+        ("eta: 1:00:00  iter: 20  loss: 1.0  time: 0.4  lr: 0.01  max mem: 4321", "has no line"),
+        ("a poem", "has no line"),
+    ],
+)
+def test_other_projects_are_named(line, project):
+    with pytest.raises(DataError, match=project) as e:
+        runs_in([line])
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x]\nb: &b [*a, *a]\n"
+        + "".join(
+            f"c{i}: &c{i} [*{p}, *{p}, *{p}, *{p}]\n"
+            for i, p in enumerate(["b", *(f"c{i}" for i in range(20))])
+        ),
+        "a: [" * 5000,
+        "a: ]",
+        "{a: b",
+    ],
+)
+def test_a_config_that_is_a_bomb_or_cut(text):
+    run = run_of(config="Running with full config:\n" + text)
+    with pytest.raises(DataError, match="the config in the log is not valid"):
+        run.config()
+
+
+def test_a_second_training_in_one_process():
+    again = ["Model:\nRetinaNet()", "Starting training from iteration 0", progress(19)]
+    first, second = runs_of([*log(), *again])
+    assert "FPN" in first.model_text
+    assert second.model_text == "RetinaNet()"
+    assert (second.config(), second.gpus) == (first.config(), first.gpus)
+    assert (second.images, len(second.progress)) == (None, 1)

@@ -1,0 +1,264 @@
+# Copyright (c) the d2_memfit developers.
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+from made_up_logs import CONFIG, OOM, TRACEBACK, headed, log, notebook, progress
+from tiny import run_process
+
+from d2_memfit.errors import DataError, one_line
+from d2_memfit.explain.sources import read_runs
+
+SECONDS = 10  # for any input
+TRAINED = headed(["Model:\nRCNN()", "Starting training from iteration 0", progress(19)], "console")
+
+
+def write(folder, text, name="log.txt"):
+    path = folder / name
+    path.write_text(text) if isinstance(text, str) else path.write_bytes(text)
+    return path
+
+
+def refused(path, match):
+    with pytest.raises(DataError, match=match) as e:
+        read_runs(path)
+    assert one_line(e.value).isprintable()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])  # utf-16: PowerShell's >
+def test_a_file(tmp_path, encoding):
+    (run,) = read_runs(write(tmp_path, headed(log()).encode(encoding)))
+    assert (run.peak_mib, run.ranks) == (3000, 2)
+
+
+def test_progress_bars_end_lines_with_carriage_returns(tmp_path):
+    bars = "".join(f"{i}%|###  |\r" for i in range(100))
+    (run,) = read_runs(write(tmp_path, bars + headed(log()) + bars))
+    assert run.peak_mib == 3000
+
+
+def test_a_folder(tmp_path):
+    write(tmp_path, headed([m for m in log() if "full config" not in m]))
+    write(tmp_path, CONFIG.partition("\n")[2], "config.yaml")
+    write(tmp_path, headed(log(TRACEBACK + "KeyError: 1")), "log.txt.rank1")
+    write(tmp_path, headed(log(TRACEBACK + OOM)), "log.txt.rank2")
+    (run,) = read_runs(tmp_path)
+    assert run.config()["SOLVER"]["MAX_ITER"] == 100
+    assert (run.ended, run.error) == ("error", "KeyError: 1")
+    assert [note.partition(" ")[0] for note in run.notes] == ["the", "the"]
+    (tmp_path / "log.txt.rank1").unlink()
+    assert read_runs(tmp_path)[0].oom.total == 10240
+
+
+def test_ranks_do_not_matter_if_the_main_one_has_the_error(tmp_path):
+    write(tmp_path, headed(log(TRACEBACK + OOM)))
+    write(tmp_path, headed(log(TRACEBACK + "KeyError: 1")), "log.txt.rank1")
+    (run,) = read_runs(tmp_path)
+    assert (run.ended, run.error, run.notes) == ("out of memory", "", [])
+
+
+def test_a_folder_with_metrics_alone(tmp_path):
+    lines = [
+        json.dumps({"data_time": 0.5, "iteration": i, "lr": 0.1, "time": 0.25}) for i in (0, 19)
+    ]
+    write(tmp_path, "\n".join(lines) + '\n{"iterat', "metrics.json")
+    (run,) = read_runs(tmp_path)
+    assert run.progress == [(0, 0.25, None), (19, 0.25, None)]
+    assert (run.ended, run.config_text) == ("running", "")
+
+
+TRAINING = """
+import sys
+from argparse import Namespace
+
+import torch
+from detectron2.engine import default_setup, hooks
+from detectron2.utils.events import CommonMetricPrinter
+from injection import FailingTrainer
+from tiny import images, tiny_cfg, tiny_model
+
+from d2_memfit.common.logs import start_logging
+from d2_memfit.settings import RecoveryOptions
+
+cfg = tiny_cfg("proposal_network", fpn=False)
+cfg.OUTPUT_DIR, most = sys.argv[1], int(sys.argv[2])
+default_setup(cfg, Namespace(config_file="", eval_only=False))
+start_logging(cfg.OUTPUT_DIR)
+model = tiny_model(cfg)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+recovery = RecoveryOptions(output_dir=cfg.OUTPUT_DIR)
+trainer = FailingTrainer(
+    model, [images(2)] * 6, optimizer, recovery=recovery, fails=lambda ids: len(ids) > most
+)
+trainer.register_hooks([hooks.IterationTimer(), hooks.PeriodicWriter([CommonMetricPrinter(6)], 2)])
+trainer.train(0, 6)
+"""
+
+
+@pytest.mark.parametrize(("most", "ended"), [(1, "running"), (0, "out of memory")])
+def test_the_output_of_a_training_here(tmp_path, most, ended):
+    """It is "running", because its config has 40,000 iterations."""
+    process = run_process([sys.executable, "-c", TRAINING, tmp_path, most])
+    (run,) = read_runs(tmp_path)
+    assert (run.ended, run.start_iter, run.ranks) == (ended, 0, 1), process.stderr
+    assert run.software["torch"] == torch.__version__
+    assert run.config()["MODEL"]["META_ARCHITECTURE"] == "ProposalNetwork"
+    if most:
+        assert [p.iteration for p in run.progress] == [1, 3, 5]
+    else:
+        assert (run.oom.case, run.oom.iteration) == ("at once", 0)
+
+
+CODE = """%matplotlib inline
+import torch
+!pip install made-up
+base = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
+batch_size = 2
+cfg = get_cfg()
+cfg.merge_from_file(model_zoo.get_config_file(base))
+cfg.MODEL.WEIGHTS = model_zoo.get_checkpoint_url(base)
+cfg.DATASETS.TEST = ()
+cfg.SOLVER.IMS_PER_BATCH = batch_size
+cfg.SOLVER.STEPS = []
+cfg.SOLVER.MAX_ITER = 300
+cfg.SOLVER.WARMUP_ITERS = int(0.1 * cfg.SOLVER.MAX_ITER)
+cfg.MODEL.ROI_HEADS.NUM_CLASSES = len(names)
+cfg.MODEL.MASK_ON = False
+"""
+
+
+def test_a_notebook(tmp_path):
+    text = notebook(
+        ("!nvidia-smi -L", "GPU 0: Tesla T4 (UUID: GPU-1)\n"),
+        (CODE, ""),
+        ("trainer.train()", TRAINED),
+        ("cfg.MODEL.ROI_HEADS.NUM_CLASSES = 3\ncfg.SOLVER.MAX_ITER = 40", ""),
+        ("trainer = DefaultTrainer(cfg)\ntrainer.train()", TRAINED),
+        ("trainer.train()", TRAINED.replace("3000M", "9000M")),
+        ("predictor(image)", ["\x1b[0;31mOutOfMemoryError\x1b[0m Traceback (most recent call last)",
+                              "in __call__\n    predictions = self.model([inputs])[0]", OOM]),
+    )  # fmt: skip
+    one, two, three = read_runs(write(tmp_path, text, "a.ipynb"))
+    assert one.zoo_config == "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
+    assert one.overrides == {
+        "DATASETS.TEST": (),
+        "SOLVER.IMS_PER_BATCH": 2,
+        "SOLVER.STEPS": [],
+        "SOLVER.MAX_ITER": 300,
+        "MODEL.MASK_ON": False,
+    }
+    assert [note.partition(" is")[0] for note in one.notes] == [
+        "SOLVER.WARMUP_ITERS", "MODEL.ROI_HEADS.NUM_CLASSES",
+    ]  # fmt: skip
+    assert (one.gpus, one.max_iter, one.peak_mib, one.ended) == (["Tesla T4"], 300, 3000, "running")
+    assert two.overrides["MODEL.ROI_HEADS.NUM_CLASSES"] == 3
+    assert (two.gpus, two.max_iter) == (["Tesla T4"], 40)
+    assert (three.peak_mib, three.ended, three.oom.case) == (9000, "out of memory", "evaluation")
+
+
+def test_a_notebook_whose_output_is_a_log(tmp_path):
+    text = notebook(("!cat output/log.txt", headed(log())))
+    assert read_runs(write(tmp_path, text, "b.ipynb"))[0].ranks == 2
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "(" * 50_000,
+        "-" * 50_000 + "1",
+        "x" + "[0]" * 30_000,
+        "1+" * 40_000 + "1",
+        "a." * 40_000 + "b = 1",
+        "a = [0]\n" + "a = [a, a]\n" * 5_000,
+        "cfg.A.B = '" + "x" * 10**6 + "'",
+        "cfg.A.B = " + "9" * 9_000,
+        "cfg.A.B = 9**9**9**9",
+        "raise SystemExit",
+        "cfg.A.B = '\\x1b[2J'",
+        "\0",
+        "cfg.A.B: = 1",
+        "%%bash\nrm x",
+    ],
+)
+def test_code_is_never_run_nor_deep(tmp_path, code):
+    start = time.process_time()
+    (run,) = read_runs(write(tmp_path, notebook((code, ""), ("", TRAINED)), "a.ipynb"))
+    assert run.overrides == {}
+    assert time.process_time() - start < SECONDS
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("", "no line about"),
+        (" \n\n", "no line about"),
+        pytest.param(bytes(range(256)) * 400, "binary", id="bytes"),
+        pytest.param(b"PK\x03\x04" + bytes(1000), "binary", id="zip"),
+        ("a poem\nof two lines", "no line about"),
+        ("Epoch 1/9\n100/100 [====] - 3s 29ms/step - loss: 0.6", "Keras"),
+        ('{"cells": [', "not valid JSON"),
+        ('{"cells": "x"}', "not a notebook"),
+        ('{"cells": [{"cell_type": "code", "outputs": [3]}]}', "not a notebook"),
+        pytest.param('{"cells": ' + "[" * 100_000, "not valid JSON", id="brackets"),
+        ('{"cells": []}', "no line about"),
+    ],
+)
+def test_what_is_no_log(tmp_path, content, match):
+    name = "a.ipynb" if "cells" in str(content) else "log.txt"
+    refused(write(tmp_path, content, name), match)
+
+
+def test_what_cannot_be_read(tmp_path):
+    refused(tmp_path / "missing", "No such file")
+    refused(tmp_path, "log.txt, or .*metrics.json cannot be read")
+    os.mkfifo(tmp_path / "log.txt")
+    refused(tmp_path / "log.txt", "a pipe")
+    refused(tmp_path, "a pipe")
+
+
+def test_a_cut_log_with_nul_bytes_is_read(tmp_path):
+    text = headed(log()).encode()
+    (run,) = read_runs(write(tmp_path, text[:-30] + bytes(500)))
+    assert run.progress[0] == (19, 0.25, 3000.0)
+    assert run.ended == "running"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        progress(19) + "\n",
+        "x" * 200,
+        "(" * 20 + "\n",
+        "\n",
+        "[" * 300 + "\n",
+        "[01/02 03:04:05] \n",
+        "CUDA out of memory. " * 50 + "\n",
+        "iter: 1 lr: " * 50 + "\n",
+        "a.a.a.Error" * 50 + "\n",
+        "| " * 200 + "total\n",
+        "|   0  Tesla" + " " * 300 + "\n",
+        "\x1b[" + "1;" * 100,
+        "\x01" * 300 + "\n",
+        "\u202e" * 100 + "\n",
+        "Starting training from iteration 0\n",
+        "Model:\n",
+        "Rank of current process: 0. World size: 1\n",
+        "Command line arguments: config_file='\n",
+        "GPU 0   x (arch=" * 20 + "\n",
+        "Augmentations used in training: x\n",
+        "mm" * 100 + "\n",
+    ],
+)
+def test_hostile_text_takes_no_time(tmp_path, line):
+    """A fiftieth of 200 MB, of which no more than 2,000,000 lines are read."""
+    number = 4 * 2**20 // len(line.encode())
+    path = write(tmp_path, line * number)
+    start = time.process_time()
+    with suppress(DataError):
+        read_runs(path)
+    seconds = (time.process_time() - start) * min(50, 2_000_000 / number)
+    assert seconds < 2 * SECONDS  # on a machine that does other things
