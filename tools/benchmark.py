@@ -12,6 +12,7 @@ tools/benchmark.py other_loops      accumulated gradients of other trainers
 tools/benchmark.py overhead         CPU seconds of an iteration beside those of the model
 tools/benchmark.py plans            plans against the best of all choices
 tools/benchmark.py recovery         cost of recovery from out-of-memory errors
+tools/benchmark.py runs             runs of others against what is predicted for them
 tools/benchmark.py selective        blocks chosen one by one against checkpoints of all blocks
 tools/benchmark.py techniques       savings and costs of each technique
 tools/benchmark.py times            predicted times against published ones
@@ -32,6 +33,7 @@ BENCHMARKS = (
     "overhead",
     "plans",
     "recovery",
+    "runs",
     "selective",
     "techniques",
     "times",

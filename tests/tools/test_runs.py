@@ -1,0 +1,137 @@
+# Copyright (c) the d2_memfit developers.
+"""Facts of runs of others: what is in the files, and what becomes of them."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from benchmarks import runs as benchmark
+from benchmarks.runs import DOUBTS, FOLDER, PROJECTS, runs
+
+from d2_memfit.config import load_cfg
+from d2_memfit.explain import ExplainedRun, Oom
+
+RUNS = runs()
+PAGE = Path(benchmark.__file__).parents[2] / "docs" / "RUNS_OF_OTHERS.md"
+
+
+def named(name):
+    return next(run for run in RUNS if run.name == name)
+
+
+def test_facts_are_small_and_have_no_text_of_a_log():
+    for run in RUNS:
+        text = (FOLDER / f"{run.name}.json").read_text()
+        assert len(text) < 3000, run.name
+        values = [*run.settings.values(), *run.oom.values(), run.ended, *run.gpus]
+        assert all(len(value) < 50 for value in values if isinstance(value, str)), run.name
+        assert set(run.doubts) <= set(DOUBTS)
+
+
+def test_no_run_is_listed_twice():
+    sources = {(run.repo, run.path, run.blob, run.run_in_file) for run in RUNS}
+    assert len(sources) == len(RUNS) == 82
+
+
+def test_at_most_half_of_the_repositories_are_fitted_to():
+    repositories = {run.repo: run.is_fitted_to for run in RUNS}
+    assert 2 * sum(repositories.values()) <= len(repositories)
+    assert repositories["facebookresearch/MaskFormer"]
+    assert not repositories["facebookresearch/detr"]
+
+
+def test_settings_are_keys_of_the_zoo_config_and_differ_from_it():
+    checked = 0
+    for run in RUNS:
+        if run.zoo_config is None:
+            continue
+        cfg = load_cfg(run.zoo_config)
+        for key, value in run.settings.items():
+            node = cfg
+            for part in key.split("."):
+                node = node[part]
+            assert json.loads(json.dumps(node)) != value, (run.name, key)
+            checked += 1
+    assert checked > 100
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_a_run_becomes_what_a_log_says(run):
+    logged = run.logged()
+    assert logged.peak_mib == run.peak_mib
+    assert logged.ended == run.ended
+    assert logged.ranks == run.ranks
+    assert bool(logged.zoo_config) != bool(logged.config_text)
+
+
+def test_augmentations_are_printed_as_detectron2_prints_them():
+    name = "abhinavchadaga+Elevator-Buttons-Detection-System+2"
+    assert named(name).logged().augmentations == (
+        "[ResizeScale(min_scale=0.1, max_scale=2.0, target_height=1024, target_width=1024), "
+        "FixedSizeCrop(crop_size=(1024, 1024), pad=False)]"
+    )
+    assert named("facebookresearch+detr+1").logged().augmentations == ""
+
+
+def test_models_that_detectron2_does_not_have_have_a_project():
+    for run in RUNS:
+        assert (run.zoo_config is not None) or run.project is not None
+    assert {run.project.name for run in RUNS if run.project} == {p.name for p in PROJECTS.values()}
+
+
+def result(name, measured, range_mib, chance=None, ended="finished", doubts=(), **oom):
+    of_name = next(run for run in RUNS if run.name.startswith(name))
+    told = ExplainedRun(
+        name=name,
+        card="a card",
+        images_per_gpu=2,
+        measured_mib=measured,
+        typical_mib=1000.0,
+        predicted_mib=1200.0,
+        range_mib=range_mib,
+        inside=range_mib[0] <= measured <= range_mib[1],
+        ended=ended,
+        oom=Oom("at once", None, 1.0, 2.0, None, False) if ended == "out of memory" else None,
+        seconds=1.0,
+        predicted_s=(0.5, 2.0),
+    )
+    return benchmark.Result(replace(of_name, doubts=doubts), told, chance)
+
+
+def test_coverage_counts_certain_runs_and_widths():
+    results = [
+        result("Faiamfine", 900, (800.0, 1600.0)),
+        result("Faiamfine", 1700, (800.0, 1600.0)),
+        result("abhinav", 1601, (800.0, 1600.0)),
+        result("abhinav", 9999, (800.0, 1600.0), doubts=("suspect",)),
+    ]
+    last = benchmark._coverage([("all of them", results)]).splitlines()[-1]
+    # One of the two that are above is so by more than 5%. Both repositories have one outside.
+    assert last == "| all of them | all | 1 of 3 (33%) | 2.00 | 1 | 2 of 2 |"
+
+
+def test_verdicts_are_those_of_the_prediction():
+    results = [
+        result("Faiamfine", 900, (800.0, 1600.0), chance=0.9),
+        result("Faiamfine", 900, (800.0, 1600.0), chance=0.1),
+        result("Faiamfine", 900, (800.0, 1600.0), chance=0.1, ended="out of memory"),
+        result("Faiamfine", 9, (8.0, 16.0), 0.9, ended="out of memory", doubts=("shared card",)),
+    ]
+    died, trained = benchmark._verdicts([("x", results)]).splitlines()[-2:]
+    assert (died, trained) == (
+        "| x | died on a card of their own | 1 of 1 |",
+        "| x | trained | 1 of 2 |",
+    )
+
+
+@pytest.mark.parametrize(("chance", "limit"), [(0.5, 1000.0), (0.95, 1600.0), (0.05, 800.0)])
+def test_a_limit_has_its_chance(chance, limit):
+    one = result("Faiamfine", 900, (800.0, 1600.0))
+    assert benchmark._limit_of(one, chance) == pytest.approx(limit)
+
+
+def test_the_page_has_all_runs():
+    page = PAGE.read_text()
+    assert set(re.findall(r"^\| (\S+\+\d+) \|", page, re.MULTILINE)) == {run.name for run in RUNS}
