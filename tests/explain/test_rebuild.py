@@ -18,8 +18,8 @@ def rebuilt(run=None, help=None, **keys):
 
 
 def test_keys_of_other_releases_are_kept_aside():
-    made = rebuilt(MODEL__ROI_BOX_HEAD__USE_FED_LOSS=True, MODEL__MINE={"A": 1}, NEW=[2])
-    assert made.left_out == ["MODEL.MINE.A", "MODEL.ROI_BOX_HEAD.USE_FED_LOSS", "NEW"]
+    made = rebuilt(MODEL__ROI_BOX_HEAD__OF_2030=True, MODEL__MINE={"A": 1}, NEW=[2])
+    assert made.left_out == ["MODEL.MINE.A", "MODEL.ROI_BOX_HEAD.OF_2030", "NEW"]
     assert made.job.cfg.MODEL.DEVICE == "cuda"
     assert made.job.cfg.INPUT.MIN_SIZE_TRAIN == (64,)
 
