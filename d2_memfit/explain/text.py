@@ -102,6 +102,8 @@ def _what_ran(
 ) -> Iterator[str]:
     software = ", ".join(f"{name} {version}" for name, version in run.software.items())
     yield f"Ran: {_sentence(told)}; ranks: {run.ranks or 1}; {software or 'software not said'}"
+    if run.error and run.ended == "error":
+        yield f"The error: {run.error:.300}"
     if prediction is not None:
         e = prediction.estimate
         yield f"Largest images: {e.image_size[0]} x {e.image_size[1]} pixels"

@@ -91,3 +91,9 @@ def test_several_runs_show_the_peak_by_batch():
         "run 1: running, 1 images per GPU, peak 2.93 GB",
         "run 2: running, 4 images per GPU, peak 2.93 GB",
     ]
+
+
+def test_another_error_is_said():
+    text = text_of(TRACEBACK + "KeyError: 'mine'")
+    assert "It did not run out of memory (error)" in text.splitlines()[0]
+    assert "\nThe error: KeyError: 'mine'\n" in text
