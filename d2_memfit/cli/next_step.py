@@ -6,12 +6,14 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from ..config import CARDS, PRESETS, card_name
 from ..data import Conversion
-from ..explain import ExplainedRun
-from ..planner.search import Plan
+
+if TYPE_CHECKING:
+    from ..explain import ExplainedRun
+    from ..planner.search import Plan
 
 __all__ = [
     "after_a_look",
@@ -32,7 +34,7 @@ _OPTIONS = [
 ]
 
 
-def after_explain(args: argparse.Namespace, told: ExplainedRun, plan: Optional[Plan]) -> str:
+def after_explain(args: argparse.Namespace, told: "ExplainedRun", plan: "Optional[Plan]") -> str:
     """The lines after an explanation: the plan's file and how to train it, or how to get one."""
     explain = ["d2-memfit", "explain", args.log]
     for name in ("config_file", "trainer", "image_size", "instances"):
