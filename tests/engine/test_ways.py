@@ -173,7 +173,8 @@ def error_of(way, folder, keys, resume=False):
         with contextlib.redirect_stderr(printed):
             way(folder, keys, resume)
     except SystemExit:
-        return printed.getvalue().strip().removeprefix("error: ")
+        # Libraries warn before it, in the first run of a process.
+        return re.split("^error: ", printed.getvalue().strip(), flags=re.MULTILINE)[-1]
     except MemfitError as e:
         return one_line(e)
     return ""
