@@ -74,6 +74,7 @@ def test_python_has_the_same_runs(write):
     assert (run.name, run.card, run.ended) == ("run 1", "Made Up GPU 9000", "running")
 
 
+@pytest.mark.slow
 def test_the_last_run_that_died_is_explained(write, capsys):
     main(["explain", write([*messages(TRACEBACK + OOM), *messages()])])
     text = capsys.readouterr().out

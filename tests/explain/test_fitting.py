@@ -54,6 +54,7 @@ def test_a_peak_that_may_not_be_the_largest_changes_nothing(prediction, run):
     assert _as_measured(run, prediction) == (prediction.rebuilt.job, 0)
 
 
+@pytest.mark.slow
 def test_a_plan_is_for_the_card_of_the_log_or_another(prediction):
     assert plan_for(LoggedRun(), prediction) is None
     assert plan_for(LoggedRun(gpus=["Tesla T4"]), prediction).budget_gb == 14.4
@@ -62,6 +63,7 @@ def test_a_plan_is_for_the_card_of_the_log_or_another(prediction):
         plan_for(LoggedRun(), prediction, "Voodoo")
 
 
+@pytest.mark.slow
 def test_a_plan_has_room_for_what_was_measured(prediction):
     worst = prediction.estimate.peak_allocated_gb * 1024
     plain = plan_for(LoggedRun(), prediction, "8GB")

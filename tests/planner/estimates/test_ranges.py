@@ -175,6 +175,7 @@ def test_the_chance_to_fit_is_that_of_the_ranges_ends():
     assert [chance_of_need(gb, 1000, 1000, nothing) for gb in (999, 1000)] == [0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_plan_that_just_keeps_its_margin_fits_with_the_chance_of_its_risk():
     cfg = load_cfg("COCO-Detection/retinanet_R_50_FPN_1x.yaml", ["SOLVER.IMS_PER_BATCH", 1])
     dry_job = DryJob(Job.from_cfg(cfg, 1, image_size=(480, 640)), CUDA, evaluates=False)
