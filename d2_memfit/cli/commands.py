@@ -47,7 +47,14 @@ from ..planner.writing import (
 from ..report import read_run, write_html, write_png
 from . import train
 from .command_line import command_parser
-from .job_options import Config, files_read, image_size_of, job_of, load_any_config
+from .job_options import (
+    Config,
+    check_lazy_options,
+    files_read,
+    image_size_of,
+    job_of,
+    load_any_config,
+)
 from .next_step import (
     after_a_look,
     after_certify,
@@ -73,8 +80,10 @@ def _explain(args: argparse.Namespace) -> None:
         args.coco,
         image_size_of(args.image_size),
         args.instances,
-        partial(_lazy_job, args.config_file) if args.config_file else None,
+        partial(_lazy_job, args) if args.config_file else None,
     )
+    if args.config_file is not None:
+        check_lazy_options(args)
     if args.card is not None:
         preset_of_card(args.card)  # raises at once if there is none
     if args.instances is not None:
@@ -110,8 +119,13 @@ def _planned_file(args: argparse.Namespace, job: Job, plan: Plan) -> str:
     return lazy_file(args.config_file, [], plan) if is_python else planned_yaml(cfg, plan)
 
 
-def _lazy_job(config_file: str, ranks: int) -> Job:
-    return Job.from_lazy(load_lazy_config(find_config_file(config_file, ".py"), []), ranks)
+def _lazy_job(args: argparse.Namespace, ranks: int) -> Job:
+    return Job.from_lazy(
+        load_lazy_config(find_config_file(args.config_file, ".py"), []),
+        ranks,
+        image_size=image_size_of(args.image_size),
+        num_instances=args.instances,
+    )
 
 
 def _examine(args: argparse.Namespace) -> None:

@@ -26,7 +26,14 @@ from ..settings import check_settings
 from .options import check_opts, with_data, with_opts
 from .screen import show
 
-__all__ = ["files_read", "image_size_of", "is_lazy", "job_of", "load_any_config"]
+__all__ = [
+    "check_lazy_options",
+    "files_read",
+    "image_size_of",
+    "is_lazy",
+    "job_of",
+    "load_any_config",
+]
 
 Config = Union[CfgNode, DictConfig]
 
@@ -82,12 +89,17 @@ def load_any_config(
     return cfg
 
 
-def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:
+def check_lazy_options(args: argparse.Namespace) -> None:
+    """Raise :class:`ConfigError` for options that a LazyConfig does not take."""
     if args.coco or args.trainer:
         option = "--coco" if args.coco else "--trainer"
         raise ConfigError(
             f"{option} only works with yaml configs. A LazyConfig itself says what is built"
         )
+
+
+def _load_lazy(args: argparse.Namespace, opts: Sequence[str]) -> DictConfig:
+    check_lazy_options(args)
     for name in args.project:
         find_function(name)
     args.config_file = find_config_file(args.config_file, ".py")

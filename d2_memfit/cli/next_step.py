@@ -55,7 +55,8 @@ def after_explain(args: argparse.Namespace, told: "ExplainedRun", plan: "Optiona
         larger = next((card for card, gb in PRESETS.items() if gb >= least), [*PRESETS][-1])
         return f"Next, plan for a larger card:\n  {_line(*explain, '--card', larger)}"
     if args.output is None:
-        return f"Next, write it to a file:\n  {_line(*explain, *card, '--output', 'plan.yaml')}"
+        file = "plan.py" if args.config_file else "plan.yaml"
+        return f"Next, write it to a file:\n  {_line(*explain, *card, '--output', file)}"
     args.num_gpus = plan.estimate.num_gpus
     train = _train(args, ["--config-file", args.output])
     data = "" if args.coco or args.config_file else " (add its data with --coco)"

@@ -41,9 +41,13 @@ def plan_for(run: LoggedRun, prediction: Prediction, card: Optional[str] = None)
     device = DeviceModel.load(name if name in device_names() else "cuda")
     job, more_mib = _as_measured(run, prediction)
     device = replace(device, other_tensors_mb=device.other_tensors_mb + more_mib)
-    settings = {"MEMFIT.PRESET": preset, "MEMFIT.BUDGET_GB": None, "DATASETS.TEST": ()}
+    settings = {"MEMFIT.PRESET": preset, "MEMFIT.BUDGET_GB": None}
     return plan_memory(
-        job.with_settings(settings), PRESETS[preset], allow=job.cfg.MEMFIT.PLAN.ALLOW, device=device
+        job.with_settings(settings),
+        PRESETS[preset],
+        allow=job.cfg.MEMFIT.PLAN.ALLOW,
+        device=device,
+        evaluates=False,
     )
 
 

@@ -158,3 +158,27 @@ def test_a_config_file_that_runs_code_is_not_loaded(write, tmp_path, capsys):
     main(["explain", write(notebook((code, ""), ("", trained)), "a.ipynb")])
     assert "Not predicted" in capsys.readouterr().out
     assert not (tmp_path / "made").exists()
+
+
+def test_a_lazy_config_is_named_by_its_file(write, tmp_path, capsys):
+    lazy = write([m.replace("up.yaml", "up.py") for m in log() if "full config" not in m])
+    file = tmp_path / "own.py"
+    lines = ["from lazy_configs import lazy_config", "globals().update(lazy_config())"]
+    file.write_text("\n".join(lines))
+    peaks = []
+    for size in ("64,64", "64,96"):
+        main(["explain", lazy, "--config-file", str(file), "--image-size", size, "--json"])
+        (run,) = json.loads(capsys.readouterr().out)["runs"]
+        assert run["images_per_gpu"] == 2  # of 4 on two ranks
+        assert run["not_rebuilt"] == ""
+        peaks.append(run["predicted_mib"])
+    assert peaks[0] < peaks[1]
+    options = ["explain", lazy, "--config-file", str(file), "--card", "8GB"]
+    main(options)
+    assert capsys.readouterr().out.splitlines()[-1].endswith("--output plan.py")
+    plan = tmp_path / "plan.py"
+    main([*options, "--output", str(plan)])
+    assert "'train.memfit.plan.predicted_gb'" in plan.read_text()
+    capsys.readouterr()
+    error = refused(capsys, lazy, "--config-file", str(file), "--trainer", "tiny:tiny_model")
+    assert "--trainer only works with yaml configs" in error

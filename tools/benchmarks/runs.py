@@ -39,7 +39,6 @@ from d2_memfit.explain import (
     explain_run,
 )
 from d2_memfit.job import Job, load_lazy_config
-from d2_memfit.planner.writing import describe_sources
 
 from .common import markdown_table
 
@@ -291,14 +290,12 @@ class Result:
     Attributes:
         chance: the predicted chance that it fits its card; None without a card or a prediction.
         has_any_shape: whether nothing tells the shape of its photographs.
-        sources: what the range comes from.
     """
 
     run: Run
     told: ExplainedRun
     chance: Optional[float] = None
     has_any_shape: bool = False
-    sources: str = ""
 
     @property
     def is_rebuilt(self) -> bool:
@@ -376,7 +373,7 @@ def explain_runs(chosen: Sequence[Run], folder: Optional[Path]) -> list[Result]:
         estimate = prediction.estimate
         chance = None if total is None else estimate.chance_within(total / 1024)
         any_shape = sum(estimate.widths["shape"]) > 0
-        results.append(Result(run, told, chance, any_shape, describe_sources(estimate)))
+        results.append(Result(run, told, chance, any_shape))
     return results
 
 

@@ -197,8 +197,9 @@ def describe_chance(plan: Plan) -> list[str]:
     """A line about how likely the plan is to fit."""
     if plan.chance is None or not plan.fits:
         return []
-    of = next((n for n in (20, 100) if plan.chance < 1 - 0.5 / n), 1000)
-    return [f"Chance to fit: about {min(round(plan.chance * of), of - 1)} of {of} runs like this"]
+    # Too few runs of others are known to tell more (docs/RUNS_OF_OTHERS.md).
+    of_20 = "at least 19" if plan.chance >= 0.95 else f"about {round(20 * plan.chance)}"
+    return [f"Chance to fit: {of_20} of 20 runs like this"]
 
 
 def _unless(plan: Plan) -> str:
