@@ -28,7 +28,6 @@ WRITERS = {
     "missing",
     "_warnings_about_classes",
     "why_it_does_not_fit",
-    "why_it_is_tight",
     "why_no_card_has",
 }
 # Tables of texts by fault, which are filled in elsewhere.

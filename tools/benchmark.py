@@ -6,6 +6,7 @@ tools/benchmark.py accumulation     time and memory of accumulation, against pla
 tools/benchmark.py certificate     certified windows against what they really need
 tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
 tools/benchmark.py dry_runs         time and RAM of dry runs
+tools/benchmark.py edges            plans in budgets that are just too small, run under a limit
 tools/benchmark.py estimates        estimates against the same jobs run on the CPU
 tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
 tools/benchmark.py other_loops      accumulated gradients of other trainers
@@ -27,6 +28,7 @@ BENCHMARKS = (
     "certificate",
     "crowded",
     "dry_runs",
+    "edges",
     "estimates",
     "gradients",
     "other_loops",

@@ -101,7 +101,7 @@ def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
             is_new = settings != before.get(ending)
             is_exact = all(step.tier == "exact" for step in plan.steps)
             needs_more = "MEMFIT.OPTIMIZER.STATES_8BIT" in settings
-            fits = plan.fits and not plan.is_tight
+            fits = plan.fits
             if fits and is_new and is_exact == (ending == "") and not needs_more:
                 before[ending] = settings
                 yield name, plan
@@ -122,7 +122,7 @@ def guide_preset(name: str) -> str:
         settings["MEMFIT.CRITERION.CHUNK_SIZE"] = 32
     job = transformers_job(model, [part for pair in settings.items() for part in pair])
     plan = Planner(job, DeviceModel.load("cuda")).plan(budget_of_preset(card), ["exact"])
-    if not plan.fits or plan.is_tight:
+    if not plan.fits:
         raise SystemExit(f"{name} needs a budget of {plan.smallest_budget_gb} GB")
     source = "the guide" if name.startswith("guide") else "the recipe"
     return preset_text(model, card, plan, settings, source)

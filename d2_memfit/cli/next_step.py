@@ -51,7 +51,7 @@ def after_explain(args: argparse.Namespace, told: "ExplainedRun", plan: "Optiona
     if plan is None:
         return f"Next, plan for a card:\n  {_line(*explain, '--card', '8GB')}"
     if not plan.fits:
-        least = plan.least_budget_gb or 0.0
+        least = plan.smallest_budget_gb or 0.0
         larger = next((card for card, gb in PRESETS.items() if gb >= least), [*PRESETS][-1])
         return f"Next, plan for a larger card:\n  {_line(*explain, '--card', larger)}"
     if args.output is None:

@@ -126,9 +126,8 @@ _C.MEMFIT.PLAN.MARGIN = None
 _C.MEMFIT.PLAN.RISK = 0.05
 # Tiers of techniques that a plan may use: "exact", "precision", "recipe".
 _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
-# What a plan prefers if an exact plan fits. "exact" keeps the gradients, unless another plan is
-# faster and the ranges of the two times do not overlap. "speed" chooses the plan that is predicted
-# to be faster, even if the job would fit without changes.
+# What a plan prefers if an exact plan fits. "exact" keeps the gradients. "speed" chooses the plan
+# that is predicted to be the fastest, even if the job would fit without changes.
 _C.MEMFIT.PLAN.PREFER = "exact"
 # Whether a plan also finds MEMFIT.COST_MODEL. This takes about ten more dry runs.
 _C.MEMFIT.PLAN.COST_MODEL = False
@@ -137,6 +136,9 @@ _C.MEMFIT.PLAN.FROM_RUNS = True
 # GB that a plan predicts for its largest images: allocated, reserved, and outside PyTorch's
 # allocator. Plans write this key, and the run records it with its own peaks.
 _C.MEMFIT.PLAN.PREDICTED_GB = []
+# GB of page-locked RAM that a plan's offload takes on each rank. Plans write this key.
+# HOST.BUDGET_GB leaves this memory to the offload.
+_C.MEMFIT.PLAN.OFFLOADED_GB = 0.0
 
 
 def default_keys() -> CN:

@@ -83,7 +83,10 @@ def _plan(plan: Optional[Plan], prediction: Optional[Prediction]) -> Iterator[st
             yield "To see what would fit a card: --card 8GB, or its name."
         return
     if not plan.fits:
-        yield f"Nothing makes it fit {plan.budget_gb:g} GB; {plan.least_budget_gb:.1f} GB would do."
+        yield (
+            f"Nothing makes it fit {plan.budget_gb:g} GB; "
+            f"{plan.smallest_budget_gb:.2f} GB would do."
+        )
     elif not plan.steps:
         yield f"It fits {plan.budget_gb:g} GB without a change."
     else:
@@ -94,7 +97,7 @@ def _plan(plan: Optional[Plan], prediction: Optional[Prediction]) -> Iterator[st
             f"({plan.estimate.device_total_gb:.1f} GB, time x {low:.2f} to {high:.2f}, the same "
             "effective batch)."
         )
-    yield from describe_chance(plan)
+    yield describe_chance(plan)
 
 
 def _what_ran(

@@ -28,14 +28,7 @@ from ..settings import cfg_of_lazy
 from .device import DeviceModel
 from .dry_run import one_line_errors
 from .search import plan_memory
-from .writing import (
-    budget_in,
-    describe_plan,
-    planned,
-    planned_yaml,
-    why_it_does_not_fit,
-    why_it_is_tight,
-)
+from .writing import budget_in, describe_plan, planned, planned_yaml, why_it_does_not_fit
 
 __all__ = ["fit_config"]
 
@@ -150,8 +143,6 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
     logger.info("Plan for MEMFIT.BUDGET_GB %.4g:\n%s", plan.budget_gb, describe_plan(plan))
     if not plan.fits:
         raise ConfigError(why_it_does_not_fit(plan))
-    if plan.is_tight:
-        logger.warning(why_it_is_tight(plan))
     text = f"{_KEY}{key}\n{planned_yaml(cfg, plan)}"
     with output_file(path, "w") as file:
         file.write(text)

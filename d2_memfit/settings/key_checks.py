@@ -144,6 +144,7 @@ _CHECKS: dict[str, Check] = {
         "three numbers of GB, as a plan writes them, or []",
         lambda value: fits(value, list[float]) and len(value) in (0, 3),
     ),
+    "MEMFIT.PLAN.OFFLOADED_GB": check_number,
     "MEMFIT.PLAN.MARGIN": _or_none(partial(check_number, most=0.99)),
     "MEMFIT.PLAN.RISK": must(
         "a number above 0 and at most 0.5, such as 0.05",

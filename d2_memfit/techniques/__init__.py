@@ -8,6 +8,7 @@ from .activation_checkpointing import *
 from .chunked_matching import *
 from .evaluation_on_host import *
 from .host_budget import *
+from .offload import *
 from .registry import *
 from .shared_dataset import *
 from .zero import *

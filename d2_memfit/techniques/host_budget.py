@@ -44,7 +44,7 @@ class HostBudget(KeyTechnique):
     in_plans = False
     # RAM of this machine that training may use, in GB (2^30 bytes), for all ranks and their
     # workers together. If they need more, DATALOADER.NUM_WORKERS and MEMFIT.HOST.PREFETCH are
-    # lowered. None: no limit.
+    # lowered. A plan does not offload more than this leaves. None: no limit.
     key = "MEMFIT.HOST.BUDGET_GB"
     check_value = staticmethod(check_positive_number)
 
@@ -56,7 +56,7 @@ class HostBudget(KeyTechnique):
     def apply(cls, part: CfgNode, cfg: CfgNode) -> CfgNode:
         own_bytes = psutil.Process().memory_info().rss
         budget = min(cfg.MEMFIT.HOST.BUDGET_GB * GB, available_host_bytes() + own_bytes)
-        left = budget / comm.get_local_size() - own_bytes
+        left = budget / comm.get_local_size() - own_bytes - cfg.MEMFIT.PLAN.OFFLOADED_GB * GB
         num_ranks = comm.get_world_size()
         wanted = cfg.DATALOADER.NUM_WORKERS
         prefetch = cfg.MEMFIT.HOST.PREFETCH or _DEFAULT_PREFETCH

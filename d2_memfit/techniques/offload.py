@@ -19,12 +19,12 @@ from ..memory import available_host_bytes, error_line, on_host
 from .registry import TECHNIQUES, ModulesTechnique
 from .support import add_mixin, find_modules
 
-__all__ = ["ActivationOffload"]
+__all__ = ["MOST_IN_FLIGHT_BYTES", "ActivationOffload"]
 
 logger = logging.getLogger(__name__)
 
 _SMALLEST_BYTES = 2**20  # smaller tensors are not worth a copy
-_MOST_IN_FLIGHT_BYTES = 2**26  # of copies to the host, which take 5 ms at 12 GB/s
+MOST_IN_FLIGHT_BYTES = 2**26  # of copies to the host, which take 5 ms at 12 GB/s
 _CHECK_EVERY_BYTES = 2**28
 _WARN_BELOW_BYTES = 2**31
 
@@ -180,7 +180,7 @@ class _Offload:
         living = [packed for ref in self._leaving if (packed := ref()) is not None]
         sources = [packed for packed in living if packed.source is not None]
         num_bytes = sum(packed.host.nbytes for packed in sources)
-        while len(sources) > 1 and num_bytes > _MOST_IN_FLIGHT_BYTES:
+        while len(sources) > 1 and num_bytes > MOST_IN_FLIGHT_BYTES:
             oldest = sources.pop(0)
             num_bytes -= oldest.host.nbytes
             self._wait_for(oldest)

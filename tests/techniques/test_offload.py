@@ -80,7 +80,7 @@ def deep_layers(number=6):
 @pytest.mark.slow
 @pytest.mark.parametrize("most_mib", [0, 8, 16, 1000])
 def test_the_tensors_of_copies_in_flight_are_bounded(most_mib, monkeypatch):
-    monkeypatch.setattr(offload, "_MOST_IN_FLIGHT_BYTES", most_mib * 2**20)
+    monkeypatch.setattr(offload, "MOST_IN_FLIGHT_BYTES", most_mib * 2**20)
     model, x = deep_layers()
     apply(model, "part")
     with TensorMeter() as meter:
@@ -113,7 +113,7 @@ class Stream:
 @pytest.mark.slow
 def test_on_a_made_up_card_no_memory_is_free_before_its_copy_ended(monkeypatch):
     asked = []
-    monkeypatch.setattr(offload, "_MOST_IN_FLIGHT_BYTES", 0)
+    monkeypatch.setattr(offload, "MOST_IN_FLIGHT_BYTES", 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(asked))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     empty_like = torch.empty_like

@@ -42,17 +42,18 @@ def draw(path: Path) -> None:
 
 def bars_of_plan(budget_gb: float) -> list[tuple[str, dict[str, float]]]:
     """Names of bars, and the GB of each group of owners."""
-    plan = plan_memory(load_cfg(get_config_file(RECIPE)), budget_gb, device="cuda")
+    cfg = load_cfg(get_config_file(RECIPE))
+    plan = plan_memory(cfg, budget_gb, device="cuda")
     name = f"the recipe, {plan.before.images_per_gpu} images at a time"
     bars: list[tuple[str, float, dict[str, Any]]] = [(name, plan.before.device_total_gb, {})]
     settings: dict[str, Any] = {}
     for step in plan.steps:
         settings = {**settings, **step.settings}
         bars.append((f"+ {step.name}\n{text_of(step.settings)}", step.gb_after, settings))
-    if plan.other is not None:
-        what = "with the same gradients" if plan.other.is_exact else "perhaps faster"
-        name = f"or, {what}\n{text_of(plan.other.settings)}"
-        bars.append((name, plan.other.device_total_gb, plan.other.settings))
+    faster = plan_memory(cfg, budget_gb, device="cuda", prefer="speed")
+    if faster.settings != plan.settings:
+        name = f"or, perhaps faster\n{text_of(faster.settings)}"
+        bars.append((name, faster.estimate.device_total_gb, faster.settings))
     return [(name, sizes_of(settings, total)) for name, total, settings in bars]
 
 

@@ -17,6 +17,7 @@ from ...common.units import GB, MB
 from ...config import CARDS
 from ...errors import ConfigError
 from ...memory import process_memory, take_library_buffers
+from ...techniques import MOST_IN_FLIGHT_BYTES
 from ..dry_run import Allocate, Allocation, Convolution, Free, Operator, Timeline, Work
 from .allocators import CachingAllocator, PageAllocator
 
@@ -40,6 +41,11 @@ _FLOAT32_UNITS = 0.83
 _TENSOR_CORES = 0.155
 _MEMORY = 0.525
 _GROUPED = 0.11
+
+# Share of the bus's peak that copies of page-locked memory reach, measured by others: 0.80 for a
+# P100 (gearshifft#82), 0.65 for a V100 in a cloud (rapidsai/rmm#451), 0.73 (dask-cuda#98), 0.62 for
+# an A10 (drkennetz/cuda_examples#1), 0.79 for an A100 (ZaidQureshi/bam#54). This is the median.
+_COPIES = 0.73
 
 # 32 MiB for each of two threads; devices/cuda.yaml has the source and that of other cards.
 _HOPPER, _CUBLAS_OF_HOPPER_MB = "9.0", 64
@@ -81,16 +87,15 @@ class DeviceModel:
             exist in each forward.
         cublas_workspace_mb: workspaces of matrix products, kept by the allocator.
         other_tensors_mb: tensors that no dry run sees.
-        reserve_mb: the part of ``other_tensors_mb`` that a small job does not need.
         context_mb: memory of the process before its first tensor; null measures this process.
         flops_per_s: peak by number format. "tf32" applies to float32 convolutions if the card has
             it: PyTorch's ``cudnn.allow_tf32`` is on, and that of matrix products is off.
         bytes_per_s: peak of the memory's bandwidth.
-        host_bytes_per_s: bandwidth of copies to or from the host.
+        host_bytes_per_s: peak of the bandwidth of copies to or from the host.
         card_is_known: whether the card is known, or stands for one that nothing tells.
         release_is_known: whether PyTorch's release is known; if not, ``keeps_gradients`` may be
             true.
-        is_measured: whether ``flops_per_s`` and ``bytes_per_s`` are measured, not peaks.
+        is_measured: whether ``flops_per_s`` and both bandwidths are measured, not peaks.
         seconds_per_operator: additional time of each operator, on the CPU and the device.
         seconds_per_micro_batch: additional time of each micro-batch, such as waits of the CPU for
             the device.
@@ -125,7 +130,6 @@ class DeviceModel:
     seconds_per_operator: float = 22e-6  # fitted, like the shares above
     seconds_per_micro_batch: float = 23e-3  # fitted
     float16_fails: bool = False
-    reserve_mb: float = 0.0
     kernels_mb: float = 0.0
     # NVIDIA/nccl#964, for 4 A100 with NVLink. A guess for others: reports say 1.0 to 1.6 GB
     # (nccl#864, #1685); cards without NVLink have fewer channels and should need less (nccl#986).
@@ -228,10 +232,6 @@ class DeviceModel:
             cublas_workspace_mb=megabytes,
         )
 
-    @property
-    def reserve_bytes(self) -> int:
-        return int(self.reserve_mb * MB)
-
     def use(
         self,
         timeline: Timeline,
@@ -318,19 +318,47 @@ class DeviceModel:
         return +Counter({name: int(megabytes * MB) for name, megabytes in names.items()})
 
     def seconds(self, work: Work) -> float:
-        """Predicted seconds of work.
+        """Predicted seconds of work, without its copies.
 
         For each operator, the device computes or moves memory, whichever takes longer, and the CPU
         launches it. Launches are added, because Detectron2's models often wait for the device.
-        Copies to or from the host run in parallel.
         """
+        return self._seconds_of(work.all_operators)
+
+    def seconds_with_copies(self, forward: Work, backward: Work) -> float:
+        """Predicted seconds of a forward that copies to the host, and of its backward.
+
+        Copies follow each other while the device computes. In the forward, it waits while too much
+        is in flight. In the backward, a tensor comes back while the one saved after it is in use,
+        so each part takes the time of its computation or of its copy, whichever is longer.
+        """
+        seconds, copied_at = 0.0, 0.0
+        in_flight: list[tuple[float, int]] = []  # when each copy ends, and its bytes
+        parts = [self._seconds_of(copy.operators) for copy in forward.copies]
+        for part, copy in zip(parts, forward.copies):
+            seconds += part
+            copied_at = max(copied_at, seconds) + copy.num_bytes / self.copied_bytes_per_s
+            in_flight.append((copied_at, copy.num_bytes))
+            while in_flight[1:] and sum(size for _, size in in_flight) > MOST_IN_FLIGHT_BYTES:
+                seconds = max(seconds, in_flight.pop(0)[0])
+        last = self._seconds_of(forward.operators)
+        ratio = self.seconds(backward) / max(sum(parts) + last, 1e-12)
+        coming = [0.0, *(copy.num_bytes / self.copied_bytes_per_s for copy in forward.copies)]
+        fetching = sum(max(ratio * part, other) for part, other in zip(parts, coming))
+        return seconds + last + ratio * last + fetching
+
+    @property
+    def copied_bytes_per_s(self) -> float:
+        """Bandwidth that copies to or from the host reach."""
+        return self.host_bytes_per_s * (1.0 if self.is_measured else _COPIES)
+
+    def _seconds_of(self, operators: Counter[Operator]) -> float:
         bytes_per_s = self.bytes_per_s * (1.0 if self.is_measured else _MEMORY)
         computing = sum(
             times * max(of.flops / self._flops_per_s(of), of.num_bytes / bytes_per_s)
-            for of, times in work.operators.items()
+            for of, times in operators.items()
         )
-        launching = work.num_operators * self.seconds_per_operator
-        return max(computing + launching, work.host_bytes / self.host_bytes_per_s)
+        return computing + sum(operators.values()) * self.seconds_per_operator
 
     def _flops_per_s(self, operator: Operator) -> float:
         name, float32 = operator.number_format, self.flops_per_s["float32"]

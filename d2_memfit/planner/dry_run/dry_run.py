@@ -167,7 +167,7 @@ class DryRun(OwnerMeter):
             return
         work = self.timeline.work[self.phase]
         if is_on_host():
-            work.host_bytes += sum(t.nbytes for t in made)
+            work.copy_to_host(sum(t.nbytes for t in made))
             return
         tensors = given + made
         num_bytes = (

@@ -13,6 +13,7 @@ __all__ = [
     "Allocation",
     "BlockCall",
     "Convolution",
+    "Copy",
     "Event",
     "Free",
     "Operator",
@@ -111,27 +112,43 @@ class Operator(NamedTuple):
     num_bytes: int = 0
 
 
-@dataclass
-class Work:
-    """The work of operators.
+class Copy(NamedTuple):
+    """A copy to the host, while the device goes on.
 
     Attributes:
-        operators: numbers of calls.
-        host_bytes: bytes copied to the host.
+        operators: numbers of calls since the copy before.
+    """
+
+    operators: Counter[Operator]
+    num_bytes: int
+
+
+@dataclass
+class Work:
+    """The work of operators, and the copies to the host between them.
+
+    Attributes:
+        operators: numbers of calls since the last copy.
+        copies: in their order.
     """
 
     operators: Counter[Operator] = field(default_factory=Counter)
-    host_bytes: int = 0
+    copies: list[Copy] = field(default_factory=list)
+
+    def copy_to_host(self, num_bytes: int) -> None:
+        self.copies.append(Copy(self.operators, num_bytes))
+        self.operators = Counter()
 
     @property
-    def num_operators(self) -> int:
-        return sum(self.operators.values())
+    def all_operators(self) -> Counter[Operator]:
+        return sum((copy.operators for copy in self.copies), Counter(self.operators))
 
     def __copy__(self) -> "Work":
-        return Work(self.operators.copy(), self.host_bytes)
+        return Work(self.operators.copy(), self.copies.copy())
 
-    def __sub__(self, other: "Work") -> "Work":
-        return Work(self.operators - other.operators, self.host_bytes - other.host_bytes)
+    def __sub__(self, before: "Work") -> "Work":
+        """The operators since a moment."""
+        return Work(self.all_operators - before.all_operators)
 
 
 @dataclass

@@ -60,6 +60,7 @@ class MemoryEstimate:
             None for a CPU, and for a job that was measured.
         num_workers: loader workers on each rank.
         host_gb: approximate RAM of each rank and its workers, without the dataset.
+        offloaded_gb: the part of it that is page-locked, for activations.
     """
 
     device: str
@@ -90,6 +91,7 @@ class MemoryEstimate:
     other_segments_gb: Optional[float]
     num_workers: int
     host_gb: float
+    offloaded_gb: float
 
     def chance_within(self, gb: float) -> float:
         """The chance that the job needs no more than some GB of the device."""
@@ -191,6 +193,20 @@ class DryJob:
         use = self.uses()[0]
         return use.total_bytes - use.reserved_bytes + timeline.peak_since(phase)
 
+    @cached_property
+    def offloaded_bytes(self) -> int:
+        """Page-locked RAM of a rank for offloaded activations.
+
+        PyTorch allocates powers of two, and keeps them (ATen/core/CachingHostAllocator.h).
+        """
+        copies = self.training.work["forward"].copies
+        return sum(1 << (copy.num_bytes - 1).bit_length() for copy in copies)
+
+    @property
+    def host_bytes(self) -> float:
+        """Approximate RAM of a rank and its workers, without the dataset."""
+        return loader_bytes(self.job.cfg, self.job.ranks) + self.offloaded_bytes
+
     def training_use(self, limit_bytes: Optional[int] = None) -> DeviceUse:
         """Device memory of training; within the limit if possible."""
         return self.uses(limit_bytes)[0]
@@ -204,13 +220,12 @@ class DryJob:
         """Predicted seconds per iteration, of the largest images."""
         sizes = self.job.geometry.micro_batch_sizes()
         work = self.training.work
-        fetching = replace(work["backward"], host_bytes=work["forward"].host_bytes)
-        of_largest = self.device.seconds(work["forward"]) + self.device.seconds(fetching)
+        of_largest = self.device.seconds_with_copies(work["forward"], work["backward"])
         in_addition = len(sizes) * self.device.seconds_per_micro_batch
         of_all = of_largest * sum(sizes) / sizes[0] + in_addition
         of_step = self.device.seconds(work["optimizer"])
         if self.job.cfg.MEMFIT.OPTIMIZER.ZERO:  # each rank sends what it stepped to all others
-            of_step += self.training.bytes_of("parameters") / self.device.host_bytes_per_s
+            of_step += self.training.bytes_of("parameters") / self.device.copied_bytes_per_s
         return of_all + of_step
 
     def time_range(self, before: "DryJob") -> Range:
@@ -262,7 +277,8 @@ class DryJob:
             expandable_segments=self.expandable_segments if self.device.is_gpu else None,
             other_segments_gb=self._other_segments_gb(),
             num_workers=self.job.cfg.DATALOADER.NUM_WORKERS,
-            host_gb=loader_bytes(self.job.cfg, geometry.ranks) / GB,
+            host_gb=self.host_bytes / GB,
+            offloaded_gb=self.offloaded_bytes / GB,
         )
 
     def _others(self) -> tuple[Others, tuple[int, int]]:

@@ -104,9 +104,7 @@ def _with_tensors(device: DeviceModel, job: Job, record: RunRecord) -> DeviceMod
     more = record.allocated_bytes - predicted.allocated_bytes
     if more > 0 or believes_less:
         other_mb = max(device.other_tensors_mb + more / MB, 0.0)
-        device = replace(
-            device, other_tensors_mb=other_mb, reserve_mb=0.0, tensors_are_measured=True
-        )
+        device = replace(device, other_tensors_mb=other_mb, tensors_are_measured=True)
     expands = dry_job.expandable_segments
     if device.is_gpu and job.budget_gb is None and expands == record.expandable_segments:
         use = device.use(dry_job.training, None, expands, job.ranks)

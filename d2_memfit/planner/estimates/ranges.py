@@ -63,6 +63,7 @@ __all__ = [
     "Others",
     "Widths",
     "chance_of_need",
+    "chance_to_fit",
     "margin_of",
     "range_of",
     "widths_of",
@@ -215,6 +216,20 @@ def margin_of(job: Job, device: DeviceModel) -> Margin:
         return Margin(1 / (1 - share))
     widths = _NORMAL.inv_cdf(1 - job.cfg.MEMFIT.PLAN.RISK) / _AT_THE_END
     of_tensors = widths * _software_share(device)
-    of_context = widths * _of_context(device, device.context_mb + device.kernels_mb)[1]
     outside = sum(device.outside_bytes(job.ranks).values())
-    return Margin(1 + of_tensors, of_context - of_tensors * outside)
+    return Margin(1 + of_tensors, widths * _margin_of_context(device) - of_tensors * outside)
+
+
+def chance_to_fit(job: Job, device: DeviceModel, needs_bytes: float, budget_bytes: float) -> float:
+    """The chance that a job runs in a budget, by the widths of ``OF_MARGIN``.
+
+    Args:
+        needs_bytes: the estimate of the process.
+    """
+    outside = sum(device.outside_bytes(job.ranks).values())
+    width = _software_share(device) * (needs_bytes - outside) + _margin_of_context(device)
+    return _NORMAL.cdf(_AT_THE_END * (budget_bytes - needs_bytes) / max(width, 1))
+
+
+def _margin_of_context(device: DeviceModel) -> int:
+    return _of_context(device, device.context_mb + device.kernels_mb)[1]

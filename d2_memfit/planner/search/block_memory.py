@@ -56,7 +56,7 @@ def blocks_of(timeline: Timeline, device: DeviceModel) -> Blocks:
         offloaded,
         np.array([sum(device.seconds(c.call.work) for c in calls) for calls in calls_of]),
         np.array([sum(c.copied_bytes for c in calls) for calls in calls_of])
-        / device.host_bytes_per_s,
+        / device.copied_bytes_per_s,
         np.array([sum(device.seconds(c.fetching) for c in calls) for calls in calls_of]),
         device.seconds(work["forward"]),
         device.seconds(work["backward"]),

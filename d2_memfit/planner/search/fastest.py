@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
-from ...techniques import get_technique
+from ...techniques import TIERS, get_technique
 from ..estimates import DryJob
 from .selective import BLOCKWISE, with_best_blocks
 from .trials import Choice, Trials, choice_of
@@ -12,7 +12,7 @@ from .trials import Choice, Trials, choice_of
 __all__ = ["Fastest"]
 
 _WORTH_IT = 0.98  # a larger change must take less than this share of the time
-_DEAR = 0.85  # share of the time; with a smaller gain, no technique is added for speed alone
+_DEAR = 0.9  # share of the time; with a smaller gain, a job without techniques gets none for speed
 _FAR = 1.3  # times the limit; a job that needs more may not fit with all techniques together
 _LITTLE = 0.1  # share of an image's memory; smaller savings do not allow a larger micro-batch
 
@@ -20,7 +20,7 @@ _Names = tuple[str, ...]
 
 
 class Fastest:
-    """Finds the fastest choice within a limit of memory that does little harm.
+    """Finds the fastest choice within a limit of memory that does the least harm.
 
     A rival is tried only if it can win. Times are interpolated between micro-batch sizes, exact to
     0.3%. Memory always comes from a dry run.
@@ -35,33 +35,31 @@ class Fastest:
         self._images = trials.job.geometry.largest_micro_batch
 
     def choice(self, tiers: Sequence[str], prefer: str = "exact") -> Optional[Choice]:
-        """Find the fastest choice that fits; None if none does.
+        """Find the fastest choice that does the least harm and fits; None if none fits.
 
-        A job that fits is not changed. Otherwise the fastest choice of the exact tier is used, if
-        one fits. The tier "precision" is used if none does, or if the exact choice is slower and
-        the ranges of both times do not overlap. Recipes change what is trained. They are used only
-        if nothing else fits, as many as needed, the least harmful first.
+        A job that fits is not changed. Techniques of the tiers "precision" and "recipe" are used
+        only if nothing else fits, as many as needed, the least harmful first: predicted times do
+        not decide about harm.
 
         Args:
             prefer: "speed" lets the tiers "exact" and "precision" compete in predicted time alone.
         """
-        exact = self._trials.names("exact") if "exact" in tiers else ()
-        precision = self._trials.names("precision") if "precision" in tiers else ()
+        exact, precision, recipes = (self._trials.names(t) if t in tiers else () for t in TIERS)
         least = self._least_images([tier for tier in tiers if tier != "recipe"])
         start = choice_of((), self._images)
-        fits = self._trials.fits(start)
-        if fits and prefer != "speed":
+        found = start if self._trials.fits(start) else self._with_some((), exact, least)
+        if found == start and prefer != "speed":
             return start
-        found = start if fits else self._with_some((), exact, least)
-        if precision and (found is not None or self._may_fit_with((), (*exact, *precision), least)):
+        if found is not None and prefer == "speed":
             faster = tuple(name for name in precision if self._is_faster(name))
-            others = [name for name in precision if name not in faster]
-            rival = self._with_some(faster, (*exact, *others), least)
-            if found is None or (rival is not None and self._wins(rival, found, start, prefer)):
+            rival = self._with_some(faster, exact, least) if faster else None
+            if rival is not None and self._is_worth_it(rival, found):
                 found = rival
-        if found is None and "recipe" in tiers:
+        if found is None:
+            found = self._with_least_harm(precision, exact, least)
+        if found is None and recipes:
             least = self._least_images(tiers)
-            found = self._with_recipes((*exact, *precision), least)
+            found = self._with_least_harm((*precision, *recipes), exact, least)
         if found is None:
             return None
         blockwise = [name for name in BLOCKWISE if name in exact]
@@ -81,13 +79,6 @@ class Fastest:
 
     def _is_worth_it(self, rival: Choice, found: Choice) -> bool:
         return self._seconds(rival) < _WORTH_IT * self._seconds(found)
-
-    def _wins(self, rival: Choice, found: Choice, start: Choice, prefer: str) -> bool:
-        if prefer == "speed":
-            return self._is_worth_it(rival, found)
-        before = self._trials.dry_job(start)
-        ranges = [self._trials.dry_job(c).time_range(before) for c in (rival, found)]
-        return ranges[0][1] < ranges[1][0]
 
     def _least_images(self, tiers: Sequence[str]) -> int:
         return 1 if self._trials.micro_batch_tier in tiers else self._images
@@ -122,14 +113,15 @@ class Fastest:
 
     def _rivals(self, best: Choice, more: Iterable[str]) -> Iterator[_Names]:
         """Techniques that may allow larger, and so faster, micro-batches."""
-        at_once_s, best_s = self._seconds_with(best.names, self._images), self._seconds(best)
-        if at_once_s > _DEAR * best_s:
+        at_once_s = self._seconds_with(best.names, self._images)
+        enough_s = self._seconds(best) * (_WORTH_IT if best.names else _DEAR)
+        if at_once_s > enough_s:
             return
         one, two = (self._dry_job((), n).training_bytes() for n in (1, 2))
         others = (n for n in more if n not in best.names and not get_technique(n).never_faster)
         for name in self._helpful(others):
             saved = one - self._dry_job((name,), 1).training_bytes()
-            may_win = at_once_s + self._added_seconds(name) < _DEAR * best_s
+            may_win = at_once_s + self._added_seconds(name) < enough_s
             if may_win and saved > _LITTLE * (two - one):
                 yield (*best.names, name)
 
@@ -175,18 +167,24 @@ class Fastest:
                 return name
         return None
 
-    def _with_recipes(self, more: Sequence[str], least: int) -> Optional[Choice]:
-        recipes, helpful = self._helpful(self._trials.names("recipe")), self._helpful(more)
-        for i in range(len(recipes) + 1):
-            names = self._that_run(tuple(recipes[:i]), helpful, least)
+    def _with_least_harm(
+        self, harmful: Sequence[str], more: Sequence[str], least: int
+    ) -> Optional[Choice]:
+        """The fastest choice with the least harmful techniques that are needed besides ``more``."""
+        if not harmful or not self._may_fit_with((), (*harmful, *more), least):
+            return None
+        harmful, more = self._helpful(harmful), self._helpful(more)
+        for i in range(1, len(harmful) + 1):
+            lead = tuple(harmful[:i])
+            names = self._that_run(lead, more, least)
             if self._trials.fits(choice_of(names, least)):
-                found = choice_of(names, self._most_images(names, least))
-                return self._without_what_is_not_needed(found, ())
+                needed = self._without_what_is_not_needed(choice_of(names, least), more)
+                return self._with_some(tuple(n for n in needed.names if n in lead), more, least)
         return None
 
-    def _without_what_is_not_needed(self, choice: Choice, lead: _Names) -> Choice:
-        """Drop techniques outside ``lead`` that are not needed, most harmful first."""
-        for name in [n for n in reversed(choice.names) if n not in lead]:
+    def _without_what_is_not_needed(self, choice: Choice, kept: Sequence[str]) -> Choice:
+        """Drop techniques outside ``kept`` that are not needed, most harmful first."""
+        for name in [n for n in reversed(choice.names) if n not in kept]:
             without = choice_of((n for n in choice.names if n != name), choice.num_images)
             if self._trials.fits(without):
                 choice = without

@@ -37,17 +37,15 @@ class PlanStep:
 
 @dataclass(frozen=True)
 class OtherPlan:
-    """An alternative plan that fits.
+    """The exact plan that fits, if a faster one was asked for.
 
     Attributes:
         settings: settings of all its steps.
-        is_exact: whether it is of the exact tier.
         device_total_gb: device memory of the process.
         time_factor, time_range: as for a :class:`Plan`.
     """
 
     settings: dict[str, Any]
-    is_exact: bool
     device_total_gb: float
     time_factor: float
     time_range: Range
@@ -60,43 +58,39 @@ class Plan:
     Attributes:
         budget_gb: device memory for the whole process.
         margin: headroom, as a share of the budget.
-        fits: whether the job may run. If not, the other fields describe the smallest allowed plan.
-        is_tight: whether it fits only if the margin is not needed.
+        fits: whether it leaves the margin. If not, the other fields describe the smallest allowed
+            plan.
+        chance: the chance that a run needs no more than the budget.
         steps: steps in the order of the search.
         settings: settings of all steps.
         before, estimate: estimates without and with the plan.
         time_factor: predicted seconds per iteration with the plan over those without.
         time_range: range of ``time_factor``.
-        smallest_budget_gb: smallest budget with the margin, if this one is too small for it.
-        least_budget_gb: budget below which the job cannot run, if this one has no margin.
+        smallest_budget_gb: smallest budget that leaves the margin, if this one does not.
         must_allow: tiers that would have to be allowed for this budget with its margin; empty if
             none would help.
         evaluation_decides: whether evaluation takes more of the device than training.
         left_out: techniques with which the job does not run, and why; a line each.
-        other: if this plan changes more than exact techniques, the fastest exact plan that fits;
-            else the plan that changes number formats, if it is predicted to be faster.
-        chance: the chance that a run needs no more than the budget.
+        other: the exact plan that fits, if a faster one was asked for.
         cost_model: one line about the cost model that cuts windows; "" without one.
     """
 
     budget_gb: float
     margin: float
     fits: bool
+    chance: float
     steps: tuple[PlanStep, ...]
     settings: dict[str, Any]
     before: MemoryEstimate
     estimate: MemoryEstimate
     time_factor: float
     time_range: Range
-    is_tight: bool = False
     smallest_budget_gb: Optional[float] = None
-    least_budget_gb: Optional[float] = None
     must_allow: tuple[str, ...] = ()
     evaluation_decides: bool = False
     left_out: tuple[str, ...] = ()
     other: Optional[OtherPlan] = None
     cost_model: str = ""
-    chance: Optional[float] = None
 
     @property
     def predicted_gb(self) -> list[float]:

@@ -20,7 +20,7 @@ from ...job import Job, Size
 from ...memory import check_budget
 from ...techniques import TIERS, get_technique
 from ..device import DeviceModel
-from ..estimates import as_in_runs, job_class, margin_of
+from ..estimates import DryJob, as_in_runs, chance_to_fit, job_class, margin_of
 from .cost_fit import with_cost_model
 from .fastest import Fastest
 from .plan import OtherPlan, Plan, PlanStep
@@ -58,9 +58,8 @@ def plan_memory(
 ) -> Plan:
     """Find the least harmful changes with which a job fits a budget.
 
-    A job that fits is not changed. Otherwise the plan is the fastest one of the exact tier. Other
-    tiers are used as :meth:`Fastest.choice` says. Effective batch, learning rate and iterations do
-    not change.
+    A job that fits is not changed. Otherwise the plan is the fastest one of the least harm, as
+    :meth:`Fastest.choice` says. Effective batch, learning rate and iterations do not change.
 
     Args:
         budget_gb: device memory for the whole process, in GB of 2^30 bytes.
@@ -69,7 +68,8 @@ def plan_memory(
         cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates: as for
             :func:`~d2_memfit.planner.estimate_memory`.
         cost_model: whether windows are cut by predicted bytes, if they must be cut.
-        prefer: "exact", or "speed" for the plan that is predicted to be faster.
+        prefer: "exact", or "speed" for the plan that is predicted to be the fastest with the tiers
+            "exact" and "precision".
 
     Raises:
         ConfigError: a value cannot work, or the config's model cannot be built.
@@ -116,62 +116,51 @@ class Planner(Trials):
         margin = margin_of(self.job, self.device)
         self.budget_bytes = budget_gb * GB
         self.limit_bytes = margin.limit_bytes(self.budget_bytes)
-        free = 1 - self.limit_bytes / self.budget_bytes
-        start = choice_of((), self._images)
         fastest = Fastest(self)
         choice = fastest.choice(tiers, prefer)
-        leaves_margin = fits = choice is not None
-        smallest_gb, least_gb = None, None
+        fits = choice is not None
+        smallest_gb = None
         must_allow: Sequence[str] = ()
         if choice is None:
             choice = fastest.smallest(tiers)
             smallest = self.dry_job(choice)
-            needed = smallest.least_bytes()
-            with_margin = max(margin.budget_bytes(needed), smallest.total_bytes())
-            smallest_gb = _rounded_up(with_margin / GB)
-            least_gb = _rounded_up((needed - self.device.reserve_bytes) / GB)
+            needs_bytes = smallest.least_bytes()
+            smallest_bytes = max(margin.budget_bytes(needs_bytes), smallest.total_bytes())
+            smallest_gb = math.ceil(100 * smallest_bytes / GB) / 100  # as it is printed
             must_allow = next((t for t in _more(tiers) if self.fits(fastest.smallest(t))), ())
-            fits = budget_gb >= least_gb
-        if fits and not leaves_margin:
-            self.limit_bytes = int(budget_gb * GB) + self.device.reserve_bytes
-            self.budget_bytes = math.inf
-            choice = fastest.choice(tiers, prefer) or choice
-        before, after = self.dry_job(start), self.dry_job(choice)
-        estimate = after.estimate(self.limit_bytes, with_range=True)
+        before, after = self.dry_job(choice_of((), self._images)), self.dry_job(choice)
+        if fits:
+            needs_bytes = after.total_bytes(self.limit_bytes)
         return Plan(
             budget_gb=budget_gb,
-            margin=free,
+            margin=1 - self.limit_bytes / self.budget_bytes,
             fits=fits,
-            is_tight=fits and not leaves_margin,
+            chance=chance_to_fit(self.job, self.device, needs_bytes, self.budget_bytes),
             steps=self._steps(choice, one_by_one=fits),
-            settings={**self.settings(choice), **self._safety(budget_gb)},
+            settings={**self.settings(choice), **self._safety(budget_gb), **_on_host(after)},
             before=before.estimate(self.limit_bytes),
-            estimate=estimate,
+            estimate=after.estimate(self.limit_bytes, with_range=True),
             time_factor=after.seconds() / before.seconds(),
             time_range=after.time_range(before),
             smallest_budget_gb=smallest_gb,
-            least_budget_gb=least_gb,
             must_allow=tuple(must_allow),
             evaluation_decides=after.evaluation_decides(self.limit_bytes),
             left_out=tuple(self.left_out),
-            other=self._other(choice, fastest, tiers) if fits else None,
-            chance=estimate.chance_within(budget_gb),
+            other=self._other(choice, fastest) if fits and prefer == "speed" else None,
         )
 
     @property
     def _images(self) -> int:
         return self.job.geometry.largest_micro_batch
 
-    def _other(self, choice: Choice, fastest: Fastest, tiers: Sequence[str]) -> Optional[OtherPlan]:
-        """The exact plan if the choice is not exact, else the faster plan; None without one."""
-        is_exact = all(get_technique(name).tier == "exact" for name in choice.names)
-        other = fastest.choice(tiers, "speed") if is_exact else fastest.choice(["exact"])
-        if other is None or other == choice or "exact" not in tiers:
+    def _other(self, choice: Choice, fastest: Fastest) -> Optional[OtherPlan]:
+        """The exact plan, if the choice is not exact."""
+        other = fastest.choice(["exact"], "exact")
+        if other is None or all(get_technique(name).tier == "exact" for name in choice.names):
             return None
         start, dry_job = (self.dry_job(c) for c in (choice_of((), self._images), other))
         return OtherPlan(
             self.settings(other),
-            not is_exact,
             dry_job.total_bytes(self.limit_bytes) / GB,
             dry_job.seconds() / start.seconds(),
             dry_job.time_range(start),
@@ -217,9 +206,10 @@ class Planner(Trials):
         return settings
 
 
-def _rounded_up(gigabytes: float) -> float:
-    """A budget in hundredths of a GB, as it is printed."""
-    return math.ceil(100 * gigabytes) / 100
+def _on_host(dry_job: DryJob) -> dict[str, Any]:
+    """Settings for the host's memory."""
+    offloaded_gb = round(dry_job.offloaded_bytes / GB, 3)
+    return {"MEMFIT.PLAN.OFFLOADED_GB": offloaded_gb} if offloaded_gb else {}
 
 
 def _more(tiers: Sequence[str]) -> list[list[str]]:

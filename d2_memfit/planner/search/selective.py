@@ -12,7 +12,7 @@ __all__ = ["BLOCKWISE", "with_best_blocks"]
 
 _CHECKPOINT, _OFFLOAD = BLOCKWISE = ("ActivationCheckpointing", "ActivationOffload")
 _WORTH_IT = 0.995  # share of the time; smaller gains are within the error of the prediction
-_DEAR = 0.85  # share of the time; with a smaller gain, no block is chosen for speed alone
+_DEAR = 0.9  # share of the time; with a smaller gain, a job without techniques gets none for speed
 _MOST_TRIALS = 6  # packings tried per micro-batch size
 
 
@@ -28,7 +28,7 @@ def with_best_blocks(
         allowed: techniques that may be used, of ``BLOCKWISE``, if they change something.
     """
     best, best_seconds = choice, trials.dry_job(choice).seconds()
-    if not _blocks_in(choice):
+    if not choice.names:
         best_seconds *= _DEAR
     ordered = sorted(sizes)
     if not allowed or (choice.num_images == ordered[-1] and not _blocks_in(choice)):
@@ -77,7 +77,7 @@ def _fastest_blocks(
         if dry_job.seconds() + more * sum(sizes) / sizes[0] >= _WORTH_IT * seconds:
             break
         found = _choice(names, num_images, packing)
-        if not trials.runs(found):
+        if not trials.runs(found) or not trials.host_holds(found):
             break
         others = trials.dry_job(found).training_bytes() - packing.peak_bytes
         if trials.fits(found):

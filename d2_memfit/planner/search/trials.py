@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, NamedTuple, Optional
 
+import torch
 from detectron2.layers import NaiveSyncBatchNorm
 from torch import nn
 
@@ -13,6 +14,7 @@ from ...common.units import GB
 from ...compat.pytorch import BatchNorm
 from ...errors import MemfitError
 from ...job import Job
+from ...memory import available_host_bytes
 from ...techniques import TECHNIQUES, TIERS, get_technique
 from ..device import DeviceModel
 from ..dry_run import Timeline, one_line_errors
@@ -200,7 +202,21 @@ class Trials:
         if not self.runs(choice):
             return False
         dry_job = self.dry_job(choice)
-        return dry_job.fits(self.limit_bytes) and dry_job.total_bytes() <= self.budget_bytes
+        fits = dry_job.fits(self.limit_bytes) and dry_job.total_bytes() <= self.budget_bytes
+        return fits and self.host_holds(choice)
+
+    def host_holds(self, choice: Choice) -> bool:
+        """Whether the host has the RAM for what a choice offloads."""
+        dry_job = self.dry_job(choice)
+        return not dry_job.offloaded_bytes or dry_job.host_bytes <= self._host_bytes
+
+    @cached_property
+    def _host_bytes(self) -> float:
+        """RAM for a rank: MEMFIT.HOST.BUDGET_GB, or what this machine has if it has the GPU."""
+        budget_gb = self.job.cfg.MEMFIT.HOST.BUDGET_GB
+        if budget_gb is not None:
+            return budget_gb * GB / self.job.ranks
+        return available_host_bytes() / self.job.ranks if torch.cuda.is_available() else math.inf
 
     def settings(self, choice: Choice) -> dict[str, Any]:
         """The config keys of a choice and their values."""

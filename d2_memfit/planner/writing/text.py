@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Estimates and plans as tables for users."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ _EVALUATION_DECIDES = (
     "or DATASETS.TEST ()"
 )
 
-_FASTER = "Predicted to be faster, with different rounding (--prefer speed)"
 
 # What a user can tell, by source.
 _OF_DATA = "the data (--coco, or --image-size and --instances)"
@@ -34,7 +34,6 @@ __all__ = [
     "describe_sources",
     "what_would_tell",
     "why_it_does_not_fit",
-    "why_it_is_tight",
 ]
 
 
@@ -127,12 +126,11 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
 
 
 def describe_plan(plan: Plan) -> str:
-    headroom = "which is tight" if plan.is_tight else f"with {plan.margin:.0%} headroom"
-    needs = "may need" if plan.is_tight else "needs"
     lines = [
         *_verdict(plan),
-        f"Budget: {plan.budget_gb:.4g} GB, {headroom}. The job {needs} {_needs(plan)}.",
-        *describe_chance(plan),
+        f"Budget: {plan.budget_gb:.4g} GB, with {plan.margin:.0%} headroom. The job needs "
+        f"{_needs(plan)}.",
+        describe_chance(plan),
     ]
     if plan.steps:
         rows = [
@@ -158,7 +156,7 @@ def describe_plan(plan: Plan) -> str:
         f"Predicted time of an iteration: x {in_words(plan.time_range)}",
         f"SOLVER.IMS_PER_BATCH {e.images_per_gpu * e.num_gpus} x SOLVER.ACCUMULATION_STEPS "
         f"{e.accumulation_steps}, as before",
-        f"Host: {e.num_workers} loader workers on each rank, about {e.host_gb:.1f} GB of RAM",
+        _host(e),
         "",
         describe_estimate(e),
     ]
@@ -171,40 +169,33 @@ def _verdict(plan: Plan) -> list[str]:
     """The first lines, if the plan does not fit, or may not fit."""
     if not plan.fits:
         return [why_it_does_not_fit(plan), ""]
-    if plan.is_tight:
-        return [why_it_is_tight(plan), ""]
     return [_no_room(plan), ""] if plan.estimate.at_least else []
+
+
+def _host(e: MemoryEstimate) -> str:
+    line = f"Host: {e.num_workers} loader workers on each rank, about {e.host_gb:.1f} GB of RAM"
+    return f"{line}, {e.offloaded_gb:.1f} of it for the offload" if e.offloaded_gb else line
 
 
 def why_it_does_not_fit(plan: Plan) -> str:
     decides = f". {_EVALUATION_DECIDES}" if plan.evaluation_decides else ""
     at_least = "at least " if plan.estimate.at_least else ""
-    how = f"The smallest budget is {at_least}{plan.smallest_budget_gb:.2f} GB{_unless(plan)}"
-    least = f"Below {plan.least_budget_gb:.2f} GB its largest images cannot run"
-    return f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. {how}. {least}{decides}"
-
-
-def why_it_is_tight(plan: Plan) -> str:
-    """A line about a budget that does not leave the margin as headroom."""
-    return (
-        f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g} is tight: the job may run, but with less than "
-        f"{plan.margin:.0%} headroom for what is not known. {_if_it_does_not_fit(plan)}. "
-        f"{plan.smallest_budget_gb:.2f} GB would leave this headroom{_unless(plan)}"
-    )
-
-
-def describe_chance(plan: Plan) -> list[str]:
-    """A line about how likely the plan is to fit."""
-    if plan.chance is None or not plan.fits:
-        return []
-    # Too few runs of others are known to tell more (docs/RUNS_OF_OTHERS.md).
-    of_20 = "at least 19" if plan.chance >= 0.95 else f"about {round(20 * plan.chance)}"
-    return [f"Chance to fit: {of_20} of 20 runs like this"]
-
-
-def _unless(plan: Plan) -> str:
     tiers = ", ".join(plan.must_allow)
-    return f", unless MEMFIT.PLAN.ALLOW is {tiers}" if tiers else ""
+    unless = f", unless MEMFIT.PLAN.ALLOW is {tiers}" if tiers else ""
+    how = f"The smallest budget is {at_least}{plan.smallest_budget_gb:.2f} GB{unless}"
+    chance = f". {describe_chance(plan)}"
+    if plan.chance > 0.5:
+        chance += f": MEMFIT.PLAN.RISK {math.ceil(100 * (1 - plan.chance)) / 100} accepts that"
+    return f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. {how}{chance}{decides}"
+
+
+def describe_chance(plan: Plan) -> str:
+    """A line about how likely the plan is to fit."""
+    # Too few runs of others are known to tell more (docs/RUNS_OF_OTHERS.md).
+    of_20 = f"about {round(20 * plan.chance)}"
+    if not 1 <= round(20 * plan.chance) <= 18:
+        of_20 = "at least 19" if plan.chance > 0.5 else "at most 1"
+    return f"Chance to fit: {of_20} of 20 runs like this"
 
 
 def _needs(plan: Plan) -> str:
@@ -218,24 +209,20 @@ def _needs(plan: Plan) -> str:
 
 
 def _no_room(plan: Plan) -> str:
-    return (
-        "The plan has no headroom for what is not known: see the lines that begin with At least. "
-        f"{_if_it_does_not_fit(plan)}"
-    )
-
-
-def _if_it_does_not_fit(plan: Plan) -> str:
     recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
     what = "images that need more run again in smaller pieces" if recovers else "the run ends"
-    return f"If that does not fit, {what}"
+    return (
+        "The plan has no headroom for what is not known: see the lines that begin with At least. "
+        f"If that does not fit, {what}"
+    )
 
 
 def _other(other: OtherPlan) -> str:
     """A line about a plan that a user may prefer."""
     settings = describe_settings(other.settings) or "no change"
-    what = "With the same gradients (--allow exact)" if other.is_exact else _FASTER
     return (
-        f"{what}: time x {in_words(other.time_range)}, {other.device_total_gb:.2f} GB, {settings}"
+        f"With the same gradients (--allow exact): time x {in_words(other.time_range)}, "
+        f"{other.device_total_gb:.2f} GB, {settings}"
     )
 
 

@@ -138,8 +138,8 @@ def test_the_card_that_is_there_is_taken(gpu, expected, name, monkeypatch):
     assert DeviceModel.choose(name, "cpu").name == "cpu"
 
 
-def seconds_of(device, *operators, host_bytes=0):
-    return device.seconds(Work(Counter(operators), host_bytes))
+def seconds_of(device, *operators):
+    return device.seconds(Work(Counter(operators)))
 
 
 def test_time_is_of_what_operators_compute_or_move_and_of_their_launches():
@@ -148,9 +148,49 @@ def test_time_is_of_what_operators_compute_or_move_and_of_their_launches():
     copy = Operator(num_bytes=360_000_000)  # a ms of moving
     assert seconds_of(device, convolution, convolution) == pytest.approx(4e-3)
     assert seconds_of(device, convolution, copy, copy) == pytest.approx(6e-3)
-    assert seconds_of(device, copy, host_bytes=31_500_000_000) == pytest.approx(1.0)
     half = Operator("matrix product", "float16", 12_750_000_000, 1000)
     assert seconds_of(device, half) == pytest.approx(1.5e-3)
+
+
+def steps_of(*copied_bytes):
+    """A forward of parts of 10 ms, each followed by a copy to the host, and one more part."""
+    part = Operator("matrix product", "float32", 127_000_000_000)
+    forward, backward = Work(), Work(Counter({part: 2 * len(copied_bytes) + 2}))
+    for num_bytes in copied_bytes:
+        forward.operators[part] += 1
+        forward.copy_to_host(num_bytes)
+    forward.operators[part] += 1
+    return forward, backward
+
+
+@pytest.mark.parametrize(
+    ("copied_mib", "more_s"),
+    [
+        ((), 0),
+        ((1, 1, 1), 0),  # all run beside the computation
+        ((600, 0, 0), 0.6),  # the forward waits until the next copy; the backward has 20 ms for it
+        ((0, 0, 600), 0),  # the last tensor is still there in the backward
+        ((60, 60, 60), 0.02 + 0.08),  # of 60 ms, 10 and 20 are hidden
+    ],
+)
+def test_copies_cost_what_computation_does_not_hide(copied_mib, more_s):
+    device = replace(
+        DeviceModel.load("rtx_3060"),
+        is_measured=True,
+        seconds_per_operator=0,
+        host_bytes_per_s=1000 * MB,
+    )
+    forward, backward = steps_of(*(mib * MB for mib in copied_mib))
+    plain = device.seconds(forward) + device.seconds(backward)
+    assert plain == pytest.approx(0.03 * (len(copied_mib) + 1))
+    assert device.seconds_with_copies(forward, backward) == pytest.approx(plain + more_s, abs=0.06)
+
+
+def test_copies_reach_the_share_of_the_bus_that_others_have_measured():
+    device = DeviceModel.load("rtx_3060")
+    assert 0.6 < device.copied_bytes_per_s / device.host_bytes_per_s < 0.82
+    measured = replace(device, is_measured=True)
+    assert measured.copied_bytes_per_s == device.host_bytes_per_s
 
 
 def test_shares_of_the_peaks_are_reached():
