@@ -5,6 +5,7 @@ import gc
 import sys
 
 from . import missing
+from .cli.answers import Reads, known_answer, show_again
 from .cli.command_line import command_parser
 from .common.library_warnings import ignore_warnings_of_libraries
 
@@ -17,15 +18,22 @@ def main() -> None:
         finally:
             print(lacks, file=sys.stderr)
         sys.exit(2)
+    reads = None
     if sys.argv[1:2] != ["train"]:
-        command_parser().parse_args()  # help, version and errors, before PyTorch is imported
+        args = command_parser().parse_args()  # help, version and errors, before PyTorch is imported
+        if args.command in ("estimate", "plan"):
+            answer = known_answer(args)
+            if answer is not None:
+                show_again(args, answer)
+                sys.exit(answer["status"])
+            reads = Reads()
     ignore_warnings_of_libraries()
     gc.disable()  # nothing that is imported is ever freed: to look for it takes a tenth of a plan
     from .cli.commands import main as run
 
     gc.freeze()
     gc.enable()
-    run()
+    run(None, reads)
 
 
 if __name__ == "__main__":

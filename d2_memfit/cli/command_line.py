@@ -10,6 +10,7 @@ from typing import Any, Optional
 from .. import __version__
 
 __all__ = ["COMMANDS", "add_card_and_coco_options", "add_coco_option", "command_parser"]
+__all__ += ["files_read"]
 
 _DESCRIPTION = (
     "Train Detectron2 models within the available memory. Before training, and without a GPU, "
@@ -28,6 +29,13 @@ COMMANDS = {
     "measure-gpu": "measure this machine's GPU, and compare it with what estimates expect",
     "train": "train or evaluate",
 }
+
+
+def files_read(args: argparse.Namespace) -> list[str]:
+    """The files that a command's options name, without its outputs."""
+    options = ("certificate", "config_file", "device", "input", "weights")
+    named = [getattr(args, option, None) for option in (*options, "log")]
+    return [str(file) for file in [*named, *(json for _, json, _ in args.coco)] if file]
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -143,6 +151,11 @@ def _parser_of_asking() -> argparse.ArgumentParser:
         "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="compute the answer again. Otherwise it is kept, and shown again if nothing changed",
+    )
     parser.add_argument(
         "--training-only", action="store_true", help="leave out the memory of evaluation"
     )

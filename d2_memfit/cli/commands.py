@@ -7,11 +7,14 @@ fits.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Optional
+
+from detectron2.data import MetadataCatalog
 
 from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
@@ -20,7 +23,7 @@ from ..data import convert_dataset
 from ..doctor import examine
 from ..engine import world_size
 from ..engine.resuming import signals_end_at_once
-from ..errors import ConfigError, exit_on_error
+from ..errors import ConfigError, exit_on_error, printable
 from ..explain import (
     Explanation,
     Help,
@@ -34,7 +37,7 @@ from ..job import Job, find_function, load_lazy_config
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
 from ..planner.device import device_names
-from ..planner.estimates import run_dry
+from ..planner.estimates import MemoryEstimate, run_dry
 from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
     describe_estimate,
@@ -46,11 +49,11 @@ from ..planner.writing import (
 )
 from ..report import read_run, write_html, write_png
 from . import train
-from .command_line import command_parser
+from .answers import FILE, Reads, keep_answer
+from .command_line import command_parser, files_read
 from .job_options import (
     Config,
     check_lazy_options,
-    files_read,
     image_size_of,
     job_of,
     load_any_config,
@@ -166,7 +169,9 @@ def _estimate(args: argparse.Namespace) -> None:
     estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
     if args.html is not None:
         draw_estimate(dry_job, args.html, say)
-    _print(args, estimate, describe_estimate(estimate), after_a_look(args))
+    text, next_step = describe_estimate(estimate), after_a_look(args)
+    _keep(args, estimate, estimate, text=text, next=next_step)
+    _print(args, estimate, text, next_step)
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -198,9 +203,29 @@ def _plan(args: argparse.Namespace) -> None:
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
         with output_file(args.output, "w") as file:
             file.write(text or planned_yaml(cfg, plan))
-    _print(args, plan, describe_plan(plan), after_plan(args) if plan.fits else "")
-    if not plan.fits:
-        sys.exit(_DOES_NOT_FIT)
+    text, next_step = describe_plan(plan), after_plan(args) if plan.fits else ""
+    status = 0 if plan.fits else _DOES_NOT_FIT
+    answer = {"text": text, "next": next_step, "status": status}
+    if plan.fits:
+        named = [argparse.Namespace(**{**vars(args), "output": to}) for to in (None, FILE)]
+        answer.update(zip(("next", "next of file"), map(after_plan, named)))
+        answer["file"] = planned_yaml(cfg, plan)
+    _keep(args, plan, plan.estimate, **answer)
+    _print(args, plan, text, next_step)
+    if status:
+        sys.exit(status)
+
+
+def _keep(args: argparse.Namespace, result: Any, estimate: MemoryEstimate, **answer: Any) -> None:
+    """Keep an answer about a GPU for the next command."""
+    if args.reads is None or estimate.expandable_segments is None:
+        return
+    datasets = (vars(MetadataCatalog.get(name)).values() for name in MetadataCatalog.list())
+    paths = [value for values in datasets for value in values if os.sep in str(value)]
+    kept = {"status": 0, "file": None, "json": json.dumps(asdict(result), indent=2), **answer}
+    for part in ("text", "next"):
+        kept[part] = printable(kept[part], keeps="\n")
+    keep_answer(args, args.reads, [path for path in paths if isinstance(path, str)], kept)
 
 
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
@@ -278,8 +303,15 @@ _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
 
 @exit_on_error
 @signals_end_at_once()
-def main(argv: Optional[Sequence[str]] = None) -> None:
+def main(argv: Optional[Sequence[str]] = None, reads: Optional[Reads] = None) -> None:
+    """Run a command.
+
+    Args:
+        argv: its arguments; None for those of the process.
+        reads: the files that the process has read. Without it, no answer is kept.
+    """
     args = command_parser(train.argument_parser()).parse_args(argv)
+    args.reads = reads
     if args.command != "train" and world_size(1) > 1:
         raise ConfigError(f"{args.command} runs in one process: start it without torchrun")
     if args.command in ("certify", "estimate", "explain", "plan"):

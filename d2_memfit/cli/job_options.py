@@ -28,7 +28,6 @@ from .screen import show
 
 __all__ = [
     "check_lazy_options",
-    "files_read",
     "image_size_of",
     "is_lazy",
     "job_of",
@@ -36,13 +35,6 @@ __all__ = [
 ]
 
 Config = Union[CfgNode, DictConfig]
-
-
-def files_read(args: argparse.Namespace) -> list[str]:
-    """The files that a command's options name, without its outputs."""
-    options = ("certificate", "config_file", "device", "input", "weights")
-    named = [getattr(args, option, None) for option in (*options, "log")]
-    return [str(file) for file in [*named, *(json for _, json, _ in args.coco)] if file]
 
 
 def is_lazy(config_file: str) -> bool:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from ..common.files import FolderLock, check_run_folder, whole_file
 from ..engine.resuming import MemfitCheckpointer
 from ..errors import ConfigError
-from .job_options import files_read
+from .command_line import files_read
 from .screen import leave_out_dumps
 
 __all__ = ["check_folder", "set_up_rank"]

@@ -37,7 +37,8 @@ from ..inference import (
     weights_of,
 )
 from ..memory import device_memory, use_expandable_segments
-from .job_options import files_read, is_lazy, job_of, load_any_config
+from .command_line import files_read
+from .job_options import is_lazy, job_of, load_any_config
 from .next_step import after_export, after_predict
 from .screen import say, show
 

@@ -25,7 +25,7 @@ from detectron2.modeling.roi_heads import FastRCNNConvFCHead
 from plain_layers import norm_and_activation, plain_convolution, replace
 from torch import nn
 
-from d2_memfit.cli.job_options import files_read
+from d2_memfit.cli.command_line import files_read
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.cli.train import argument_parser, run
 from d2_memfit.common.files import check_outputs, check_run_folder, output_file

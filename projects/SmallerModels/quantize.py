@@ -30,8 +30,7 @@ from torch import nn
 from torch.ao import quantization
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from d2_memfit.cli.command_line import add_coco_option
-from d2_memfit.cli.job_options import files_read
+from d2_memfit.cli.command_line import add_coco_option, files_read
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.common.files import check_outputs, output_file
 from d2_memfit.config import load_cfg

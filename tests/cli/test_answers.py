@@ -1,0 +1,137 @@
+# Copyright (c) the d2_memfit developers.
+"""Answers that are shown again, in processes of their own."""
+
+import argparse
+import json
+import os
+import sys
+
+import pytest
+from tiny import ROOT, run_process, tiny_cfg
+
+from d2_memfit.cli.answers import Reads, keep_answer, known_answer
+from d2_memfit.config import load_cfg
+
+WITHOUT_PYTORCH = """
+import sys
+from d2_memfit.__main__ import main
+try:
+    main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Runs a command about a tiny job in a folder, and returns its text and whether it knew it."""
+    cfg = tiny_cfg("proposal_network", fpn=False)
+    cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 4
+    (tmp_path / "tiny.yaml").write_text(cfg.dump())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["D2_MEMFIT_CACHE"] = str(tmp_path / "cache")
+
+    def ask(*command, **more):
+        command = [*command[:1], "--config-file", "tiny.yaml", "--device", "cuda", *command[1:]]
+        env = {**environment, **more}
+        run = run_process([sys.executable, "-c", WITHOUT_PYTORCH, *command], cwd=tmp_path, env=env)
+        assert run.returncode in (0, 3), run.stderr
+        knew = run.stderr.splitlines()[-1] == "False"
+        assert knew == ("nothing has changed since" in run.stderr)
+        return run.stdout, knew
+
+    return ask
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_same_question_is_answered_without_pytorch_until_something_changes(ask, tmp_path):
+    plan = ("plan", "--card", "6GB")
+    first, knew = ask(*plan)
+    assert not knew
+    assert ask(*plan) == (first, True)
+    as_json, knew = ask(*plan, "--json")
+    assert knew
+    assert json.loads(as_json)["fits"]
+    assert ask("plan", "--card", "8GB")[1] is False
+    assert ask(*plan, DETECTRON2_DATASETS=str(tmp_path))[1] is False
+    assert ask(*plan, "--no-cache") == (first, False)
+    (tmp_path / "other_file.txt").write_text("what no job reads")
+    assert ask(*plan)[1] is True
+    os.utime(tmp_path / "tiny.yaml", (1, 1))
+    assert ask(*plan) == (first, False)
+    # A dataset that was not there, and is looked for.
+    json_file = tmp_path / "datasets" / "coco" / "annotations" / "instances_train2017.json"
+    json_file.parent.mkdir(parents=True)
+    assert ask(*plan)[1] is True
+    json_file.write_text('{"images": [], "annotations": [], "categories": []}')
+    assert ask("estimate", "DATASETS.TRAIN", "('tiny_nobody_has',)")[1] is False
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_plan_that_is_known_is_written_as_it_would_be(ask, tmp_path):
+    ask("plan", "--card", "6GB")
+    text, knew = ask("plan", "--card", "6GB", "--output", "my plan.yaml")  # with PyTorch
+    assert not knew
+    assert text.splitlines()[-3:-1] == ["Written: 'my plan.yaml'", "Next, train it:"]
+    assert "--config-file 'my plan.yaml'" in text.splitlines()[-1]
+    planned = load_cfg(str(tmp_path / "my plan.yaml"))
+    assert planned.MEMFIT.BUDGET_GB == 5.5
+    ask("plan", "--card", "6GB", "--output", "other.yaml", "--no-cache")
+    assert load_cfg(str(tmp_path / "other.yaml")) == planned
+    (tmp_path / "taken.yaml").write_text("mine")
+    command = [sys.executable, "-m", "d2_memfit", "plan", "--config-file", "tiny.yaml"]
+    command += ["--device", "cuda", "--card", "6GB", "--output", "taken.yaml"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "D2_MEMFIT_CACHE": str(tmp_path / "cache"),
+    }
+    refused = run_process(command, cwd=tmp_path, env=environment)
+    assert refused.returncode == 2
+    assert "d2_memfit did not write it" in refused.stderr
+    assert (tmp_path / "taken.yaml").read_text() == "mine"
+
+
+@pytest.fixture
+def args(tmp_path, monkeypatch):
+    monkeypatch.setenv("D2_MEMFIT_CACHE", str(tmp_path / "cache"))
+    return argparse.Namespace(
+        command="plan", no_cache=False, html=None, output=None, probe=False, budget="6"
+    )
+
+
+def test_files_are_as_they_were_when_they_were_read(args, tmp_path):
+    file, missing = tmp_path / "annotations.json", tmp_path / "missing.json"
+    file.write_text("1")
+    reads = Reads()
+    file.read_text()
+    file.write_text("22")  # while the command runs
+    keep_answer(args, reads, [str(missing)], {"text": "answer"})
+    assert known_answer(args) is None
+    reads = Reads()
+    file.read_text()
+    keep_answer(args, reads, [str(missing)], {"text": "answer"})
+    assert known_answer(args)["text"] == "answer"
+    missing.write_text("")
+    assert known_answer(args) is None
+
+
+def test_what_is_measured_is_not_kept_and_the_oldest_answers_go(args, tmp_path):
+    reads = Reads()
+    for name, value in (("probe", True), ("budget", "auto"), ("no_cache", True)):
+        keep_answer(argparse.Namespace(**{**vars(args), name: value}), reads, [], {})
+    assert not (tmp_path / "cache").exists()
+    for i in range(70):
+        keep_answer(argparse.Namespace(**vars(args), i=i), reads, [], {"text": str(i)})
+    assert len(list((tmp_path / "cache" / "answers").iterdir())) == 64
+    assert known_answer(argparse.Namespace(**vars(args), i=69))["text"] == "69"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"states": 1}', "\x00"])
+def test_a_file_that_is_no_answer_is_none(args, tmp_path, text):
+    keep_answer(args, Reads(), [], {"text": "answer"})
+    (file,) = (tmp_path / "cache" / "answers").iterdir()
+    file.write_text(text)
+    assert known_answer(args) is None
