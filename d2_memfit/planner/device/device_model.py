@@ -14,7 +14,7 @@ import torch
 from ...common.checks import check_choice, check_device, check_positive_number, did_you_mean
 from ...common.reading import check_fields, load_fields, load_yaml
 from ...common.units import GB, MB
-from ...config import CARDS
+from ...config import CARDS, Card, find_card
 from ...errors import ConfigError
 from ...memory import process_memory, take_library_buffers
 from ..dry_run import Allocate, Allocation, Convolution, Free, Operator, Timeline, Work
@@ -40,9 +40,12 @@ _FLOAT32_UNITS = 0.83
 _TENSOR_CORES = 0.155
 _MEMORY = 0.525
 _GROUPED = 0.11
+# Compute capabilities of the cards with published times that were fitted.
+_FITTED = ("7.0", "7.5", "8.0", "8.6")
 
-# 32 MiB for each of two threads; devices/cuda.yaml has the source and that of other cards.
-_HOPPER, _CUBLAS_OF_HOPPER_MB = "9.0", 64
+# 32 MiB for each of two threads; devices/cuda.yaml has the source and that of other cards. PyTorch
+# has the same for Blackwell only in newer releases.
+_HOPPER, _CUBLAS_OF_HOPPER_MB = 9, 64
 
 _FOLDER = Path(__file__).parent / "devices"
 
@@ -72,7 +75,7 @@ class DeviceModel:
     """A device and its software, as data; ``devices/`` and ``config/cards.csv`` name the sources.
 
     Attributes:
-        name: name of its file.
+        name: name of its file or row.
         description: text for messages.
         is_gpu: whether PyTorch's caching allocator manages its memory.
         convolution_workspace: a name in ``WORKSPACES``.
@@ -94,10 +97,12 @@ class DeviceModel:
         seconds_per_operator: additional time of each operator, on the CPU and the device.
         seconds_per_micro_batch: additional time of each micro-batch, such as waits of the CPU for
             the device.
+        times: text about predicted times, such as "not tried on ..."; "" if published times of
+            this generation of cards were fitted, or if the device is measured.
         float16_fails: whether training in float16 is known to give NaN.
         kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads at first use.
         nccl_mb: buffers of a communicator of 2 ranks, and of more.
-        device_name: a pattern for ``torch.cuda.get_device_name()``.
+        device_name: a pattern for ``torch.cuda.get_device_name()``, or a name in ``cards.csv``.
         compute_capability: such as "8.6".
         memory_gb: nominal memory of the card.
         reserved_factor: measured over predicted memory of the allocator.
@@ -124,6 +129,7 @@ class DeviceModel:
     is_measured: bool = False
     seconds_per_operator: float = 22e-6  # fitted, like the shares above
     seconds_per_micro_batch: float = 23e-3  # fitted
+    times: str = ""
     float16_fails: bool = False
     reserve_mb: float = 0.0
     kernels_mb: float = 0.0
@@ -144,8 +150,8 @@ class DeviceModel:
         """Load a device file by name.
 
         Args:
-            name: a family or a measured card in ``devices/``, a card in ``config/cards.csv``, or a
-                path of a file of ``tools/calibrate_device.py``.
+            name: a family or a measured card in ``devices/``, a card in ``config/cards.csv``, also
+                as people write it, or a path of a file of ``tools/calibrate_device.py``.
 
         Raises:
             ConfigError: the file does not exist, or is not a device file.
@@ -155,13 +161,17 @@ class DeviceModel:
         if is_row:
             path = _FOLDER / f"{name}.yaml"
             is_row = not path.is_file()  # a card that was measured has a file, and maybe a row too
-        if is_row and name not in _cards():
+        card = find_card(str(name)) if is_row else None
+        if card is not None:
+            path = _FOLDER / f"{card.device}.yaml"
+            is_row = not path.is_file()
+        if is_row and card is None:
             hint = did_you_mean(str(name), device_names())
             raise ConfigError(
-                f"there is no device {str(name)!r}{hint}. There are "
-                f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
+                f"there is no device {str(name)!r}{hint}. There are cpu, cuda, the cards in "
+                "docs/PLANNER.md, and files of tools/calibrate_device.py"
             )
-        values = _values_of_card(str(name)) if is_row else load_yaml(path, "--device ")
+        values = _values_of_card(card) if is_row and card else load_yaml(path, "--device ")
         if isinstance(values, dict):
             values["name"] = path.stem
             if values.get("context_mb", 0) is None:
@@ -196,22 +206,32 @@ class DeviceModel:
     def _of_this_gpu(cls) -> "DeviceModel":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu, capability = properties.name, f"{properties.major}.{properties.minor}"
-        devices = [cls.load(name) for name in device_names()]
-        for device in devices:
-            if device.device_name is not None and fnmatchcase(gpu, device.device_name):
-                return device
-        alike = [d for d in devices if d.compute_capability == capability and d.memory_gb]
         gigabytes = properties.total_memory / GB
+        for file in sorted(_FOLDER.glob("*.yaml")):
+            device = cls.load(file)
+            if device.is_card(gpu):
+                return device
+        card = find_card(gpu, gigabytes)
+        if card is not None:
+            return cls.load(card.device)
+        alike = [name for name, card in CARDS.items() if card.capability == capability]
+        nearest = cls.load(
+            min(alike, key=lambda name: abs(CARDS[name].memory_gb - gigabytes), default="cuda")
+        )
+        return replace(
+            nearest,
+            description=f"{gpu}, taken for {nearest.description}",
+            device_name=gpu,
+            times=f"for {nearest.description}",
+        )
 
-        def distance(device: DeviceModel) -> tuple[float, bool]:
-            is_variant = gpu.startswith(str(device.device_name))  # an RTX 4090 D of the RTX 4090
-            return abs((device.memory_gb or 0) - gigabytes), not is_variant
-
-        nearest = min(alike, key=distance, default=None)
-        if nearest is None:
-            nearest = cls.load("cuda")
-        text = f"{gpu}, taken for {nearest.description}"
-        return replace(nearest, description=text, device_name=gpu)
+    def is_card(self, gpu: str) -> bool:
+        """Whether this is the card that PyTorch calls ``gpu``, in any of its sizes."""
+        if self.device_name is None:
+            return False
+        card = find_card(gpu, self.memory_gb)
+        is_row = card is not None and card.name == self.device_name
+        return is_row or fnmatchcase(gpu, self.device_name)
 
     def with_pytorch(self, version: tuple[int, int]) -> "DeviceModel":
         """This device with a release of PyTorch such as (1, 13).
@@ -381,36 +401,28 @@ def _bytes_of_transforms(c: Convolution) -> tuple[int, int]:
 
 
 def device_names() -> list[str]:
-    return sorted({*(path.stem for path in _FOLDER.glob("*.yaml")), *_cards()})
+    return sorted({*(path.stem for path in _FOLDER.glob("*.yaml")), *CARDS})
 
 
-def _cards() -> dict[str, dict[str, str]]:
-    """Rows of cards with speeds, by the names of their devices."""
-    return {name.replace(" ", "_"): row for name, row in CARDS.items() if row["capability"]}
-
-
-def _values_of_card(name: str) -> dict[str, Any]:
+def _values_of_card(card: Card) -> dict[str, Any]:
     """The values of a current card, with those of a card's row."""
-    row = _cards()[name]
     of_family = load_yaml(_FOLDER / "cuda.yaml")
-    formats = {"float32": "float32", "float16": "16 bits"}
-    if row["tf32"]:
-        formats["tf32"] = "tf32"
-    else:  # no tensor cores for float32, so no other layout
+    if "tf32" not in card.flops_per_s:  # no tensor cores for float32, so no other layout
         of_family["convolution_workspace"] = "transforms"
-    formats["bfloat16"] = "16 bits" if row["tf32"] else "float32"
-    pattern = row["PyTorch's name"]
-    if row["capability"] == _HOPPER:
+    if float(card.capability) >= _HOPPER:
         of_family["cublas_workspace_mb"] = _CUBLAS_OF_HOPPER_MB
+    shared = f", {card.memory_gb:g} GB shared with the CPU" if card.is_unified else ""
+    of_others = f"not tried on this generation of cards (compute capability {card.capability})"
     return {
         **of_family,
-        "description": pattern.rstrip("*").replace("Tesla", "NVIDIA"),
-        "device_name": pattern,
-        "compute_capability": row["capability"],
-        "memory_gb": float(row["GB"]),
-        "context_mb": float(row["context MB"]),
-        "flops_per_s": {format: float(row[column]) * 1e12 for format, column in formats.items()},
-        "bytes_per_s": float(row["GB/s"]) * 1e9,
-        "host_bytes_per_s": float(row["host GB/s"]) * 1e9,
-        "float16_fails": row["float16 fails"] == "yes",
+        "description": f"NVIDIA {card.name}{shared}",
+        "device_name": card.name,
+        "compute_capability": card.capability,
+        "memory_gb": card.memory_gb,
+        "context_mb": card.context_mb,
+        "flops_per_s": card.flops_per_s,
+        "bytes_per_s": card.bytes_per_s,
+        "host_bytes_per_s": card.host_bytes_per_s,
+        "float16_fails": card.float16_fails,
+        "times": "" if card.capability in _FITTED else of_others,
     }
