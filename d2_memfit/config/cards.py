@@ -98,8 +98,8 @@ _SIZE = re.compile(r"(?<![\w.])(\d+) ?(?:gb|gib|g)\b")
 # Laptops' GTX 10, GTX 16 and RTX 20 have the memory, and most the name, of the card for desktops.
 _LIKE_DESKTOPS = re.compile(r"((?:gtx )?1[06]\d0.*?|(?:rtx )?20[678]0.*?) (?:laptop|max q)")
 _PREFIXES = ("", "rtx ", "gtx ", "jetson ")
-_ALSO = {  # one with the memory of its CPU, another, and names of machines
-    "gh200 480gb": "gh200",
+_ALSO = {  # other names
+    "gh200 480gb": "gh200",  # PyTorch's, with the memory of the CPU
     "gtx titan x pascal": "titan x pascal",
     "dgx spark": "gb10",
     "thor": "jetson agx thor",

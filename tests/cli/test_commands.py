@@ -98,12 +98,13 @@ def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, cap
         ("6GB", ("Budget: 5.5 GB", ", for an RTX 3060, because no card is named\n")),
     ],
 )
-def test_a_plan_has_the_speed_and_the_guards_of_the_card(config_file, capsys, card, expected):
+def test_a_plan_has_the_speed_and_the_guards_of_the_card(config_file, capsys, log, card, expected):
     plan = ["plan", "--config-file", config_file, "--card", card, "--prefer", "speed"]
     main([*plan, *(["--device", "cuda"] if card == "6GB" else [])])
     printed = capsys.readouterr().out
     for text in expected:
         assert text in printed
+    assert "sold as" not in log.text  # the budget of a card is one that it has
 
 
 def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):

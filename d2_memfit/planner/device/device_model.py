@@ -105,6 +105,7 @@ class DeviceModel:
         device_name: a pattern for ``torch.cuda.get_device_name()``, or a name in ``cards.csv``.
         compute_capability: such as "8.6".
         memory_gb: nominal memory of the card.
+        usable_gb: what PyTorch reports for the card; 0 if that is not known.
         reserved_factor: measured over predicted memory of the allocator.
         is_this_process: whether ``context_mb`` is that of this process.
         context_is_measured: whether ``context_mb`` and ``kernels_mb`` are from this card.
@@ -139,6 +140,7 @@ class DeviceModel:
     device_name: Optional[str] = None
     compute_capability: Optional[str] = None
     memory_gb: Optional[float] = None
+    usable_gb: float = 0.0
     reserved_factor: float = 1.0
     is_this_process: bool = False
     context_is_measured: bool = False
@@ -156,22 +158,19 @@ class DeviceModel:
         Raises:
             ConfigError: the file does not exist, or is not a device file.
         """
-        path = Path(name)
-        is_row = path.suffix not in (".yaml", ".yml")
-        if is_row:
-            path = _FOLDER / f"{name}.yaml"
-            is_row = not path.is_file()  # a card that was measured has a file, and maybe a row too
-        card = find_card(str(name)) if is_row else None
-        if card is not None:
-            path = _FOLDER / f"{card.device}.yaml"
-            is_row = not path.is_file()
-        if is_row and card is None:
-            hint = did_you_mean(str(name), device_names())
-            raise ConfigError(
-                f"there is no device {str(name)!r}{hint}. There are cpu, cuda, the cards in "
-                "docs/PLANNER.md, and files of tools/calibrate_device.py"
-            )
-        values = _values_of_card(card) if is_row and card else load_yaml(path, "--device ")
+        path, card = Path(name), None
+        if path.suffix not in (".yaml", ".yml"):
+            card = find_card(str(name))
+            path = _FOLDER / f"{card.device if card else name}.yaml"
+            if path.is_file():  # a card that was measured has a file, and maybe a row too
+                card = None
+            elif card is None:
+                hint = did_you_mean(str(name), device_names())
+                raise ConfigError(
+                    f"there is no device {str(name)!r}{hint}. There are cpu, cuda, the cards in "
+                    "docs/PLANNER.md, and files of tools/calibrate_device.py"
+                )
+        values = load_yaml(path, "--device ") if card is None else _values_of_card(card)
         if isinstance(values, dict):
             values["name"] = path.stem
             if values.get("context_mb", 0) is None:
@@ -419,6 +418,7 @@ def _values_of_card(card: Card) -> dict[str, Any]:
         "device_name": card.name,
         "compute_capability": card.capability,
         "memory_gb": card.memory_gb,
+        "usable_gb": card.usable_gb,
         "context_mb": card.context_mb,
         "flops_per_s": card.flops_per_s,
         "bytes_per_s": card.bytes_per_s,
