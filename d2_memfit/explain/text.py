@@ -94,6 +94,8 @@ def _plan(plan: Optional[Plan], prediction: Optional[Prediction]) -> Iterator[st
             f"({plan.estimate.device_total_gb:.1f} GB, time x {low:.2f} to {high:.2f}, the same "
             "effective batch)."
         )
+        if plan.estimate.times:
+            yield f"Times: {plan.estimate.times}."
     yield from describe_chance(plan)
 
 
