@@ -66,17 +66,11 @@ def row(name: str, plans: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def cell(plan: dict[str, Any]) -> str:
-    """GB without the plan and with it, and its time; then that with mixed precision, if faster."""
-    before, after, other = plan["before"], plan["estimate"], plan["other"]
-    text = f"{before['device_total_gb']:.1f} GB as it is"
-    if plan["steps"]:
-        text = (
-            f"{before['device_total_gb']:.1f} to {after['device_total_gb']:.1f} GB, "
-            f"x {in_words(plan['time_range'])}"
-        )
-    if other and not other["is_exact"]:
-        text += f"; mixed x {in_words(other['time_range'])}"
-    return text
+    """GB of the device without the plan and with it, and the time of an iteration."""
+    before, after = (plan[name]["device_total_gb"] for name in ("before", "estimate"))
+    if not plan["steps"]:
+        return f"{before:.1f} GB as it is"
+    return f"{before:.1f} to {after:.1f} GB, x {in_words(plan['time_range'])}"
 
 
 def header() -> list[str]:
