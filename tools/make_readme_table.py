@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
 # Copyright (c) the d2_memfit developers.
-"""Write README's table of jobs, from what `d2-memfit plan --json` says of each.
+"""Write README's table of jobs on three cards, from what `d2-memfit plan --json` says of each.
 
     tools/make_readme_table.py
 
-A few minutes on one core. The job of the transformers library needs that library.
+Fifteen minutes on one core. The job of the transformers library needs that library.
 """
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from d2_memfit.config import find_card
 from d2_memfit.planner.estimates import in_words
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,24 +30,23 @@ OF_TRANSFORMERS = (
     *("--trainer", "d2_transformers:Trainer"),
     *("--project", "d2_transformers:add_transformers_config"),
 )
-# Names, cards, and arguments of the command.
-JOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Faster R-CNN R50-FPN", "4GB", ("COCO-Detection/faster_rcnn_R_50_FPN_3x",)),
-    ("Mask R-CNN R50-FPN", "6GB", ("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x",)),
-    ("Panoptic FPN R101", "6GB", ("COCO-PanopticSegmentation/panoptic_fpn_R_101_3x",)),
-    ("Mask R-CNN X101-FPN", "8GB", ("COCO-InstanceSegmentation/mask_rcnn_X_101_32x8d_FPN_3x",)),
+CARDS = ("GTX 1060", "RTX 3060", "RTX 4090")  # of 2016, 2021 and 2022
+# Names, and arguments of the command.
+JOBS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Faster R-CNN R50-FPN", ("COCO-Detection/faster_rcnn_R_50_FPN_3x",)),
+    ("Mask R-CNN R50-FPN", ("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x",)),
+    ("Panoptic FPN R101", ("COCO-PanopticSegmentation/panoptic_fpn_R_101_3x",)),
+    ("Mask R-CNN X101-FPN", ("COCO-InstanceSegmentation/mask_rcnn_X_101_32x8d_FPN_3x",)),
     (
         "Mask2Former R50",
-        "8GB",
         (str(TRANSFORMERS / "configs" / "mask2former_r50.yaml"), *OF_TRANSFORMERS),
     ),
 )
-HEADER = ["job", "card", "GB, plain", "GB, planned", "time x", "time x, mixed precision"]
 
 
 def planned(card: str, config: str, *options: str) -> dict[str, Any]:
-    """The result of ``d2-memfit plan --json`` for a job."""
-    command = ["plan", "--json", "--device", "cuda", "--card", card, "--config-file", config]
+    """The result of ``d2-memfit plan --json`` for a job on a card."""
+    command = ["plan", "--json", "--card", card, "--config-file", config]
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "d2_memfit", *command, *options],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(TRANSFORMERS)])},
@@ -55,23 +56,31 @@ def planned(card: str, config: str, *options: str) -> dict[str, Any]:
     return dict(json.loads(result.stdout))
 
 
-def row(name: str, card: str, plan: dict[str, Any]) -> list[str]:
-    before, after = plan["before"], plan["estimate"]
+def row(name: str, plans: Sequence[dict[str, Any]]) -> list[str]:
+    before = plans[0]["before"]
     images, steps = before["images_per_gpu"], before["accumulation_steps"]
-    other = plan["other"]
     return [
         f"{name}, {images} images" if steps == 1 else f"{name}, {images} x {steps} images",
-        f"{card[:-2]} GB",
-        f"{before['device_total_gb']:.1f}",
-        f"{after['device_total_gb']:.1f}",
-        in_words(plan["time_range"]),
-        in_words(other["time_range"]) if other and not other["is_exact"] else "",
+        *map(cell, plans),
     ]
 
 
+def cell(plan: dict[str, Any]) -> str:
+    """GB of the device without the plan and with it, and the time of an iteration."""
+    before, after = (plan[name]["device_total_gb"] for name in ("before", "estimate"))
+    if not plan["steps"]:
+        return f"{before:.1f} GB as it is"
+    return f"{before:.1f} to {after:.1f} GB, x {in_words(plan['time_range'])}"
+
+
+def header() -> list[str]:
+    named = (find_card(card) for card in CARDS)
+    return ["job", *(f"{c.name}, {c.memory_gb:g} GB" for c in named if c is not None)]
+
+
 def main() -> None:
-    rows = [row(name, card, planned(card, *arguments)) for name, card, arguments in JOBS]
-    table = tabulate(rows, HEADER, tablefmt="pipe", disable_numparse=True)
+    rows = [row(name, [planned(card, *job) for card in CARDS]) for name, job in JOBS]
+    table = tabulate(rows, header(), tablefmt="pipe", disable_numparse=True)
     before, _, rest = README.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")

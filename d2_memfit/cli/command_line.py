@@ -385,7 +385,7 @@ def add_card_and_coco_options(parser: argparse.ArgumentParser) -> None:
         "--card",
         metavar="CARD",
         help="use the budget of a card by its nominal memory, such as 6GB, or by its name, such as "
-        "'RTX 3060 Laptop'; sets MEMFIT.PRESET",
+        "'RTX 3060 Laptop'; sets MEMFIT.PRESET or MEMFIT.BUDGET_GB",
     )
     add_coco_option(parser)
 

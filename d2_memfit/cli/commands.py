@@ -18,7 +18,7 @@ from detectron2.data import MetadataCatalog
 
 from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
-from ..config import card_name, find_config_file, preset_of_card
+from ..config import find_card, find_config_file, settings_of_card
 from ..data import convert_dataset
 from ..doctor import examine
 from ..engine import world_size
@@ -36,7 +36,6 @@ from ..inference import estimate_inference
 from ..job import Job, find_function, load_lazy_config
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
-from ..planner.device import device_names
 from ..planner.estimates import MemoryEstimate, run_dry
 from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
@@ -88,7 +87,7 @@ def _explain(args: argparse.Namespace) -> None:
     if args.config_file is not None:
         check_lazy_options(args)
     if args.card is not None:
-        preset_of_card(args.card)  # raises at once if there is none
+        settings_of_card(args.card)  # raises at once if there is none
     if args.instances is not None:
         check_positive_int("--instances", args.instances)
     each = list(explain_each(args.log, help))
@@ -262,14 +261,9 @@ def _plot(args: argparse.Namespace) -> None:
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:
-    """The device with a card's name; None if there is none, or if the card is a size."""
-    name = card_name(card or "").replace(" ", "_")
-    nearest = name if name in device_names() else name.removesuffix("_laptop")
-    if nearest not in device_names():
-        return None
-    if nearest != name:
-        say(f"--card {card}: times are predicted for a {nearest}, which is faster")
-    return nearest
+    """The device with a card's name; None if there is no card, or if it is a size."""
+    found = find_card(card or "")
+    return found.device if found else None
 
 
 def _opts_of_budget(args: argparse.Namespace) -> list[str]:

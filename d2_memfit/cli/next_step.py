@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from ..config import CARDS, PRESETS, card_name
+from ..config import PRESETS, find_card
 from ..data import Conversion
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _plan(args: argparse.Namespace) -> str:
     words += _repeated("--project", args.project)
     words += [word for dataset in args.coco for word in ("--coco", *dataset)]
     if not (args.card or getattr(args, "budget", None)):
-        is_card = card_name(str(getattr(args, "device", ""))) in CARDS
+        is_card = find_card(str(getattr(args, "device", "")))
         words += ["--card", args.device if is_card else "6GB"]
     return _line("d2-memfit", "plan", *words, "--output", "plan.yaml", *args.opts)
 

@@ -9,7 +9,7 @@ from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ..common.checks import value_of
-from ..config import find_config_file, keys_in_own_files, load_cfg, merge_opts, preset_of_card
+from ..config import find_config_file, keys_in_own_files, load_cfg, merge_opts, settings_of_card
 from ..data import (
     CocoFile,
     Setting,
@@ -43,7 +43,7 @@ def opts_of_budget(card: Optional[str], budget: Optional[str], opts: Sequence[st
     """KEY VALUE pairs for ``--card`` and ``--budget``.
 
     Args:
-        card: nominal memory or a name, as for :func:`preset_of_card`; None if it is not given.
+        card: nominal memory or a name, as for :func:`settings_of_card`; None if it is not given.
         budget: a number of GB, or "auto"; None if it is not given.
         opts: KEY VALUE pairs, or path.key=value for a LazyConfig.
 
@@ -61,7 +61,7 @@ def opts_of_budget(card: Optional[str], budget: Optional[str], opts: Sequence[st
     if len(named) > 1:
         raise ConfigError(f"{named[0]} and {named[1]} both set the budget: give only one")
     if card is not None:
-        return ["MEMFIT.PRESET", preset_of_card(card), "MEMFIT.BUDGET_GB", "None"]
+        return [str(part) for setting in settings_of_card(card).items() for part in setting]
     if budget != "auto" and not _is_number(str(budget)):
         raise ConfigError(
             f"--budget must be a number of GB, such as 6, got {budget!r}. A card is --card 6GB"

@@ -4,9 +4,9 @@
 from dataclasses import replace
 from typing import Optional
 
-from ..config import PRESETS, card_name, preset_of_card
+from ..config import PRESETS, budget_of_preset, find_card, settings_of_card
 from ..job import TYPICAL_SIZE, Job
-from ..planner.device import DeviceModel, device_names
+from ..planner.device import DeviceModel
 from ..planner.search import Plan, plan_memory
 from .explanation import Prediction
 from .rebuild import card_of
@@ -32,19 +32,20 @@ def plan_for(run: LoggedRun, prediction: Prediction, card: Optional[str] = None)
     """
     own, gigabytes = card_of(run)
     if card is not None:
-        preset, name = preset_of_card(card), card_name(card)
+        settings, own = settings_of_card(card), find_card(card)
+    elif own is not None and own.memory_gb == gigabytes:
+        settings = own.settings
     elif gigabytes is not None and f"{gigabytes:g}GB" in PRESETS:
-        preset, name = f"{gigabytes:g}GB", own
+        settings = settings_of_card(f"{gigabytes:g}GB")
     else:
         return None
-    name = name.replace(" ", "_")
-    device = DeviceModel.load(name if name in device_names() else "cuda")
+    device = DeviceModel.load(own.device if own else "cuda")
     job, more_mib = _as_measured(run, prediction)
     device = replace(device, other_tensors_mb=device.other_tensors_mb + more_mib)
-    settings = {"MEMFIT.PRESET": preset, "MEMFIT.BUDGET_GB": None}
+    preset = settings["MEMFIT.PRESET"]
     return plan_memory(
         job.with_settings(settings),
-        PRESETS[preset],
+        budget_of_preset(preset) if preset else settings["MEMFIT.BUDGET_GB"],
         allow=job.cfg.MEMFIT.PLAN.ALLOW,
         device=device,
         evaluates=False,

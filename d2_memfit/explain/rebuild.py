@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
@@ -15,7 +14,7 @@ from detectron2.data import transforms as T
 from detectron2.engine import DefaultTrainer
 from detectron2.modeling import META_ARCH_REGISTRY
 
-from ..config import CARDS, card_name, load_cfg
+from ..config import Card, cards_named, find_card, load_cfg
 from ..data import register_coco
 from ..errors import ConfigError
 from ..job import Job
@@ -218,28 +217,23 @@ def _made(node: ast.expr) -> Any:
     )
 
 
-def card_of(run: LoggedRun) -> tuple[str, Optional[float]]:
-    """The row of a run's card in :data:`CARDS`, or "", and its nominal memory in GB."""
+def card_of(run: LoggedRun) -> tuple[Optional[Card], Optional[float]]:
+    """A run's card, if it is known, and its nominal memory in GB."""
     name = run.gpus[0] if run.gpus else ""
-    gigabytes = re.search(r"\b(\d+) ?GB", name)
-    for card, row in CARDS.items():
-        pattern = row["PyTorch's name"]
-        if pattern and (fnmatchcase(name, pattern) or fnmatchcase(f"NVIDIA {name}", pattern)):
-            return card, float(gigabytes[1] if gigabytes else row["GB"])
-    if gigabytes:
-        return "", float(gigabytes[1])
-    if (card := card_name(name)) in CARDS:  # of which only the memory is known
-        return card, float(CARDS[card]["GB"])
+    sizes = re.findall(r"(?i)\b(\d+) ?GB", name)  # of a slice of a card, the last
     total = run.oom.total if run.oom else None
-    return "", None if total is None else round(total / 1024)
+    said = float(sizes[-1]) if sizes else total and round(total / 1024)
+    if said is None:  # then a size that holds the peak
+        peak = (run.peak_mib or 0) / 1024
+        said = next((c.memory_gb for c in cards_named(name) if c.memory_gb > peak), None)
+    return find_card(name, said), said
 
 
 def _device_of(run: LoggedRun) -> tuple[DeviceModel, list[str]]:
     card, _ = card_of(run)
-    is_known = bool(card and CARDS[card]["capability"])
-    device = DeviceModel.load(card.replace(" ", "_") if is_known else "cuda")
+    device = DeviceModel.load(card.device if card else "cuda")
     lines = []
-    if not is_known:
+    if card is None:
         said = run.gpus[0] if run.gpus else "a card that the log does not name"
         lines.append(f"{said}, taken for a current CUDA card")
         device = replace(device, card_is_known=bool(run.gpus))

@@ -97,6 +97,8 @@ def _plan(plan: Optional[Plan], prediction: Optional[Prediction]) -> Iterator[st
             f"({plan.estimate.device_total_gb:.1f} GB, time x {low:.2f} to {high:.2f}, the same "
             "effective batch)."
         )
+        if plan.estimate.times:
+            yield f"Times: {plan.estimate.times}."
     yield describe_chance(plan)
 
 

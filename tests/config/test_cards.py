@@ -1,45 +1,199 @@
 # Copyright (c) the d2_memfit developers.
+"""Cards as people write them, and the table against what is known of generations."""
+
+from collections import Counter
+
 import pytest
 
-from d2_memfit.config.cards import CARDS, card_name, preset_of_card
+from d2_memfit.config.cards import CARDS, cards_named, find_card, settings_of_card
 from d2_memfit.config.presets import PRESETS
 from d2_memfit.errors import ConfigError
 
+SPELLINGS = {
+    "gtx 750ti": "gtx_750_ti",
+    "GTX960 4GB": "gtx_960_4gb",
+    "970": "gtx_970",
+    "GeForce GTX TITAN X": "gtx_titan_x",
+    "Titan X": "gtx_titan_x",
+    "GTX TITAN X (Pascal)": "titan_x_pascal",
+    "NVIDIA TITAN X (Pascal)": "titan_x_pascal",
+    "titan xp": "titan_xp",
+    "Tesla M60": "m60",
+    "Tesla M40 24GB": "m40_24gb",
+    "GTX 1050 Ti Laptop": "gtx_1050_ti",
+    "GTX1060 3GB": "gtx_1060_3gb",
+    "NVIDIA GeForce GTX 1060 3GB": "gtx_1060_3gb",
+    "GeForce GTX 1060 6 GB": "gtx_1060",
+    "1080ti": "gtx_1080_ti",
+    "GTX 1070 with Max-Q Design": "gtx_1070",
+    "Quadro P4000": "p4000",
+    "Tesla P100-PCIE-16GB": "p100",
+    "Tesla P100-SXM2-16GB": "p100_sxm2",
+    "P40": "p40",
+    "Tesla V100-SXM2-32GB": "v100_32gb",
+    "V100 32G": "v100_32gb",
+    "Tesla V100-PCIE-16GB": "v100_pcie",
+    "Tesla V100S-PCIE-32GB": "v100s",
+    "nvidia titan v": "titan_v",
+    "GTX 1650 4GB": "gtx_1650",
+    "NVIDIA GeForce GTX 1650 Ti with Max-Q Design": "gtx_1650_ti",
+    "1660 Ti Mobile": "gtx_1660_ti",
+    "RTX 2060 Max-Q": "rtx_2060",
+    "RTX 2060 12GB": "rtx_2060_12gb",
+    "RTX 2080 SUPER": "rtx_2080_super",
+    "RTX2080Ti": "rtx_2080_ti",
+    "Tesla T4": "t4",
+    "Quadro RTX 6000": "rtx_6000",
+    "TITAN RTX": "titan_rtx",
+    "NVIDIA GeForce RTX 3060 Laptop GPU": "rtx_3060_laptop",
+    "rtx3060": "rtx_3060",
+    "RTX-3060-8GB": "rtx_3060_8gb",
+    "rtx_3060_8gb": "rtx_3060_8gb",
+    "3060 ti": "rtx_3060_ti",
+    "3090": "rtx_3090",
+    "NVIDIA GeForce RTX 3050 6GB Laptop GPU": "rtx_3050_laptop_6gb",
+    "RTX 3080 12 GB": "rtx_3080_12gb",
+    "A6000": "rtx_a6000",
+    "NVIDIA RTX A2000 12GB": "rtx_a2000_12gb",
+    "NVIDIA A10G": "a10g",
+    "A100-SXM4-40GB": "a100",
+    "A100 80GB PCIe": "a100_80gb",
+    "4060Ti 16 GB": "rtx_4060_ti_16gb",
+    "RTX 4090 24GB": "rtx_4090",
+    "NVIDIA GeForce RTX 4090 D": "rtx_4090_d",
+    "4070 ti super": "rtx_4070_ti_super",
+    "RTX 4090 Laptop": "rtx_4090_laptop",
+    "L40S": "l40s",
+    "RTX 6000 Ada Generation": "rtx_6000_ada",
+    "6000 ada": "rtx_6000_ada",
+    "H100": "h100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "H100 PCIe": "h100_pcie",
+    "H100 NVL 94GB": "h100_nvl",
+    "NVIDIA H200": "h200",
+    "NVIDIA GH200 480GB": "gh200",
+    "RTX 5070 Ti": "rtx_5070_ti",
+    "RTX 5060 Ti 16GB": "rtx_5060_ti_16gb",
+    "5090 laptop": "rtx_5090_laptop",
+    "RTX PRO 6000": "rtx_pro_6000",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx_pro_6000",
+    "RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtx_pro_6000_max_q",
+    "RTX PRO 5000 72GB": "rtx_pro_5000_72gb",
+    "B200": "b200",
+    "Jetson Orin Nano 8GB": "jetson_orin_nano",
+    "Orin NX 8GB": "jetson_orin_nx_8gb",
+    "Jetson AGX Orin 64GB": "jetson_agx_orin",
+    "NVIDIA Jetson AGX Orin Developer Kit": "jetson_agx_orin",
+    "DGX Spark": "gb10",
+}
+
+
+@pytest.mark.parametrize(("text", "device"), SPELLINGS.items())
+def test_a_card_is_understood_as_people_and_pytorch_write_it(text, device):
+    for written in (text, text.lower(), text.upper(), f"  {text} "):
+        card = find_card(written)
+        assert card is CARDS[device]
+        assert settings_of_card(written) == {
+            "MEMFIT.PRESET": "",
+            "MEMFIT.BUDGET_GB": card.budget_gb,
+        }
+
+
+@pytest.mark.parametrize("text", ["6GB", "6", " 6 gib", "6 g"])
+def test_a_size_alone_is_a_preset(text):
+    assert settings_of_card(text) == {"MEMFIT.PRESET": "6GB", "MEMFIT.BUDGET_GB": None}
+    assert find_card(text) is None
+
 
 @pytest.mark.parametrize(
-    ("text", "preset"),
+    ("text", "message"),
     [
-        ("6GB", "6GB"),
-        ("6", "6GB"),
-        (" 6 gib", "6GB"),
-        ("gtx 1650", "4GB"),
-        ("RTX 3060", "12GB"),
-        ("rtx_3060", "12GB"),
-        ("RTX 3060 Laptop", "6GB"),
-        ("NVIDIA GeForce RTX 3060 Laptop GPU", "6GB"),
-        ("RTX3060Ti", "8GB"),
-        ("Tesla T4", "16GB"),
-        ("RTX 2080 SUPER", "8GB"),
-        ("V100-SXM2-32GB", "32GB"),
-        ("RTX 4060 Ti 16GB", "16GB"),
-        ("RTX 3050 6GB", "6GB"),
-        ("NVIDIA GeForce GTX 1650 Ti with Max-Q Design", "4GB"),
-        ("RTX 2060 Max-Q", "6GB"),
+        ("", "is not known. There are 4GB, 5GB"),
+        ("six", "is not known"),
+        ("7GB", r"is not known \(did you mean 8GB"),
+        ("RTX 3061", r"is not known \(did you mean RTX 3060"),
+        ("GTX 3060", r"is not known \(did you mean RTX 3060"),
+        ("GXT 1080", r"is not known \(did you mean GTX 1080"),
+        ("RTX 3060 Max-Q", "is not known"),
+        ("A100 40GB MIG 1g.5gb", "is not known"),
+        ("RTX 3060 7GB", "is not known: GeForce RTX 3060 comes with 12GB, 8GB. --budget takes"),
+        ("V100 64GB", "Tesla V100 comes with 16GB, 32GB"),
+        ("Apple M3 16GB", "looks like a GPU of Apple.*tensors' memory in a dry run.*--budget"),
+        ("M2 Max", "looks like a GPU of Apple"),
+        ("RX 7900 XTX", "looks like a GPU of AMD"),
+        ("MI300X", "looks like a GPU of AMD"),
+        ("Radeon RX 580", "looks like a GPU of AMD"),
+        ("Intel Arc B580", "looks like a GPU of Intel"),
+        ("Arc A770", "looks like a GPU of Intel"),
     ],
 )
-def test_a_card_is_named_by_its_size_or_as_people_write_it(text, preset):
-    assert preset_of_card(text) == preset
+def test_others_are_refused_with_what_to_type(text, message):
+    with pytest.raises(ConfigError, match=message):
+        settings_of_card(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "7GB", "RTX 3061", "Radeon RX 580", "six", "GTX 1060 3GB", "RTX 3060 Max-Q"]
-)
-def test_others_are_refused_with_the_nearest(text):
-    with pytest.raises(ConfigError, match=r"--card: .* is not known"):
-        preset_of_card(text)
+def test_the_memory_that_a_driver_reports_tells_the_size():
+    assert find_card("NVIDIA GeForce RTX 3060", 7.6) is CARDS["rtx_3060_8gb"]
+    assert find_card("NVIDIA GeForce RTX 3060", 11.6) is CARDS["rtx_3060"]
+    assert find_card("Made-up", 11.6) is None
 
 
-def test_each_card_has_a_preset_and_the_name_that_is_looked_up():
-    without = {f"{card['GB']}GB" for card in CARDS.values()} - PRESETS.keys()
-    assert not without, f"cards.csv has {without}, PRESETS of config/presets.py does not"
-    assert all(card_name(name) == name for name in CARDS)
+def test_the_table_has_cards_of_all_generations_and_each_name_once():
+    assert len({card.name for card in CARDS.values()}) >= 100
+    series = Counter(int(float(card.capability)) for card in CARDS.values())
+    assert all(series[major] >= 2 for major in (5, 6, 7, 8, 9, 10, 12))
+    assert all(find_card(device) is card for device, card in CARDS.items())
+    for card in CARDS.values():
+        sizes = [one.memory_gb for one in cards_named(card.name)]
+        assert len(sizes) == len(set(sizes))
+
+
+def test_rows_are_plausible():
+    """Ratios that hold for each generation, by NVIDIA's whitepapers."""
+    for card in CARDS.values():
+        capability, flops = float(card.capability), card.flops_per_s
+        float32, sixteen = flops["float32"], flops["float16"]
+        assert ("tf32" in flops) == (capability >= 8), card
+        assert ("float8_e4m3fn" in flops) == (capability >= 8.9), card
+        if capability < 7 or card.float16_fails:  # no tensor cores
+            assert sixteen == float32, card
+        else:
+            assert 1.9 <= sixteen / float32 <= 35, card
+        has_bfloat16 = "tf32" in flops
+        assert flops["bfloat16"] == (sixteen if has_bfloat16 else float32), card
+        for slow, fast in (("tf32", "float16"), ("float16", "float8_e4m3fn")):
+            if {slow, fast} <= flops.keys():
+                assert flops[fast] / flops[slow] == pytest.approx(2, rel=0.06), card
+        assert 8 <= 1e3 * card.bytes_per_s / float32 <= 170, card  # bytes for 1000 operations
+        assert 250 <= card.context_mb <= 600, card
+        assert card.host_bytes_per_s < card.bytes_per_s, card
+
+
+def test_a_process_can_take_what_the_budget_says():
+    for device, card in CARDS.items():
+        reserved = 1 - card.usable_gb / card.memory_gb
+        assert 0.004 < reserved < (0.26 if card.is_unified else 0.22), card
+        assert 0.05 < card.usable_gb - card.budget_gb < 0.21, card
+        preset = PRESETS.get(f"{card.memory_gb:g}GB")
+        # Old cards whose ECC takes a share of little memory, and memory that the CPU has too.
+        has_less = card.is_unified or device in ("m40", "m60", "p4")
+        assert preset is None or (preset > card.usable_gb) == has_less, card
+
+
+def test_faster_cards_of_a_series_are_faster():
+    for slower, faster in (
+        ("gtx_1060", "gtx_1080_ti"),
+        ("rtx_2060", "rtx_2080_ti"),
+        ("rtx_3060", "rtx_3090"),
+        ("rtx_3070_laptop", "rtx_3070"),
+        ("rtx_4060", "rtx_4090"),
+        ("rtx_5060", "rtx_5090"),
+        ("rtx_5090_laptop", "rtx_5090"),
+        ("gtx_1060_3gb", "gtx_1060"),
+        ("h100_pcie", "h100"),
+        ("a100", "b200"),
+        ("jetson_orin_nano", "jetson_agx_orin"),
+    ):
+        low, high = CARDS[slower], CARDS[faster]
+        assert low.bytes_per_s <= high.bytes_per_s
+        assert all(low.flops_per_s[name] < high.flops_per_s[name] for name in low.flops_per_s)

@@ -59,6 +59,9 @@ def test_a_plan_is_for_the_card_of_the_log_or_another(prediction):
     assert plan_for(LoggedRun(), prediction) is None
     assert plan_for(LoggedRun(gpus=["Tesla T4"]), prediction).budget_gb == 14.4
     assert plan_for(LoggedRun(gpus=["Tesla T4"]), prediction, "RTX 3060").budget_gb == 11.5
+    with_size = plan_for(LoggedRun(gpus=["Tesla T4"]), prediction, "RTX 4090 24GB")
+    assert with_size.budget_gb == 23.4
+    assert "not tried on this generation" in with_size.estimate.times
     with pytest.raises(ConfigError, match="'Voodoo' is not known"):
         plan_for(LoggedRun(), prediction, "Voodoo")
 

@@ -9,7 +9,7 @@ from made_up_logs import config_text
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.explain.rebuild import Help, card_of, rebuild
-from d2_memfit.explain.records import LoggedRun, OomText
+from d2_memfit.explain.records import LoggedRun, OomText, Progress
 from d2_memfit.explain.whole import Predictions
 
 
@@ -145,15 +145,26 @@ def test_what_is_missing_is_said():
 @pytest.mark.parametrize(
     ("name", "total", "card"),
     [
-        ("NVIDIA GeForce RTX 3060", None, ("rtx 3060", 12)),
-        ("Tesla P100-PCIE-16GB", None, (None, 16)),
-        ("Made Up 24 GB", None, ("", 24)),
-        ("Made Up", 10.76 * 1024, ("", 11)),
-        ("Made Up", None, ("", None)),
+        ("NVIDIA GeForce RTX 3060", None, ("rtx_3060", 12)),
+        ("NVIDIA GeForce RTX 3060", 7.6 * 1024, ("rtx_3060_8gb", 8)),
+        ("Tesla P100-PCIE-16GB", None, ("p100", 16)),
+        ("A100-SXM4-40GB", 39.59 * 1024, ("a100", 40)),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, (None, 5)),
+        ("Made Up 24 GB", None, (None, 24)),
+        ("Made Up", 10.76 * 1024, (None, 11)),
+        ("Made Up", None, (None, None)),
     ],
 )
 def test_cards(name, total, card):
     run = LoggedRun(gpus=[name], oom=total and OomText("", "at once", total=total))
-    found = card_of(run)
-    assert found[1] == card[1]
-    assert card[0] in (None, found[0])
+    found, gigabytes = card_of(run)
+    assert (found and found.device, gigabytes) == card
+
+
+def test_a_peak_tells_the_size_of_a_card_that_comes_with_several():
+    small, large = (
+        LoggedRun(gpus=["NVIDIA GeForce GTX 1050"], progress=[Progress(1, 0.1, peak)])
+        for peak in (1378.0, 2817.0)
+    )
+    assert card_of(small)[1] == 2
+    assert card_of(large)[1] == 3

@@ -2,6 +2,8 @@
 import make_readme_table
 import pytest
 
+from d2_memfit.config import find_card
+
 ROWS = make_readme_table.README.read_text().partition(make_readme_table.BEGIN)[2]
 
 
@@ -17,24 +19,26 @@ def test_all_jobs_are_in_the_table():
     ]
 
 
-def test_a_row_shows_the_faster_plan_beside_the_exact_one():
+def test_the_cards_are_of_different_generations():
+    cards = [find_card(name) for name in make_readme_table.CARDS]
+    assert len({card.capability for card in cards}) == len(cards) == 3
+    assert make_readme_table.header()[1] == f"{cards[0].name}, {cards[0].memory_gb:g} GB"
+
+
+def test_a_row_shows_the_plan_of_each_card():
     plan = {
         "before": {"images_per_gpu": 4, "accumulation_steps": 2, "device_total_gb": 9.96},
         "estimate": {"device_total_gb": 4.04},
+        "steps": [{}],
         "time_range": [1.2, 1.35],
-        "other": None,
     }
-    row = make_readme_table.row("A job", "6GB", plan)
-    assert row == ["A job, 4 x 2 images", "6 GB", "10.0", "4.0", "1.20 to 1.35", ""]
-    plan["other"] = {"is_exact": False, "time_range": [0.6, 0.95]}
-    assert make_readme_table.row("A job", "6GB", plan)[-1] == "0.60 to 0.95"
-    plan["other"]["is_exact"] = True
-    assert make_readme_table.row("A job", "6GB", plan)[-1] == ""
+    row = make_readme_table.row("A job", [plan, {**plan, "steps": []}])
+    assert row == ["A job, 4 x 2 images", "10.0 to 4.0 GB, x 1.20 to 1.35", "10.0 GB as it is"]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("job", make_readme_table.JOBS, ids=lambda job: job[0])
 def test_a_row_is_what_the_command_says(job):
-    name, card, arguments = job
-    row = make_readme_table.row(name, card, make_readme_table.planned(card, *arguments))
-    assert row in documented()
+    name, arguments = job
+    plans = [make_readme_table.planned(card, *arguments) for card in make_readme_table.CARDS]
+    assert make_readme_table.row(name, plans) in documented()

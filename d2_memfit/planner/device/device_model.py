@@ -14,7 +14,7 @@ import torch
 from ...common.checks import check_choice, check_device, check_positive_number, did_you_mean
 from ...common.reading import check_fields, load_fields, load_yaml
 from ...common.units import GB, MB
-from ...config import CARDS
+from ...config import CARDS, Card, find_card
 from ...errors import ConfigError
 from ...memory import process_memory, take_library_buffers
 from ...techniques import MOST_IN_FLIGHT_BYTES
@@ -41,14 +41,17 @@ _FLOAT32_UNITS = 0.83
 _TENSOR_CORES = 0.155
 _MEMORY = 0.525
 _GROUPED = 0.11
+# Compute capabilities of the cards with published times that were fitted.
+_FITTED = ("7.0", "7.5", "8.0", "8.6")
 
 # Share of the bus's peak that copies of page-locked memory reach, measured by others: 0.80 for a
 # P100 (gearshifft#82), 0.65 for a V100 in a cloud (rapidsai/rmm#451), 0.73 (dask-cuda#98), 0.62 for
 # an A10 (drkennetz/cuda_examples#1), 0.79 for an A100 (ZaidQureshi/bam#54). This is the median.
 _COPIES = 0.73
 
-# 32 MiB for each of two threads; devices/cuda.yaml has the source and that of other cards.
-_HOPPER, _CUBLAS_OF_HOPPER_MB = "9.0", 64
+# 32 MiB for each of two threads; devices/cuda.yaml has the source and that of other cards. PyTorch
+# has the same for Blackwell only in newer releases.
+_HOPPER, _CUBLAS_OF_HOPPER_MB = 9, 64
 
 _FOLDER = Path(__file__).parent / "devices"
 
@@ -78,7 +81,7 @@ class DeviceModel:
     """A device and its software, as data; ``devices/`` and ``config/cards.csv`` name the sources.
 
     Attributes:
-        name: name of its file.
+        name: name of its file or row.
         description: text for messages.
         is_gpu: whether PyTorch's caching allocator manages its memory.
         convolution_workspace: a name in ``WORKSPACES``.
@@ -99,12 +102,15 @@ class DeviceModel:
         seconds_per_operator: additional time of each operator, on the CPU and the device.
         seconds_per_micro_batch: additional time of each micro-batch, such as waits of the CPU for
             the device.
+        times: text about predicted times, such as "not tried on ..."; "" if published times of
+            this generation of cards were fitted, or if the device is measured.
         float16_fails: whether training in float16 is known to give NaN.
         kernels_mb: code of PyTorch, cuDNN and cuBLAS that CUDA loads at first use.
         nccl_mb: buffers of a communicator of 2 ranks, and of more.
-        device_name: a pattern for ``torch.cuda.get_device_name()``.
+        device_name: a pattern for ``torch.cuda.get_device_name()``, or a name in ``cards.csv``.
         compute_capability: such as "8.6".
         memory_gb: nominal memory of the card.
+        usable_gb: what PyTorch reports for the card; 0 if that is not known.
         reserved_factor: measured over predicted memory of the allocator.
         is_this_process: whether ``context_mb`` is that of this process.
         context_is_measured: whether ``context_mb`` and ``kernels_mb`` are from this card.
@@ -129,6 +135,7 @@ class DeviceModel:
     is_measured: bool = False
     seconds_per_operator: float = 22e-6  # fitted, like the shares above
     seconds_per_micro_batch: float = 23e-3  # fitted
+    times: str = ""
     float16_fails: bool = False
     kernels_mb: float = 0.0
     # NVIDIA/nccl#964, for 4 A100 with NVLink. A guess for others: reports say 1.0 to 1.6 GB
@@ -137,6 +144,7 @@ class DeviceModel:
     device_name: Optional[str] = None
     compute_capability: Optional[str] = None
     memory_gb: Optional[float] = None
+    usable_gb: float = 0.0
     reserved_factor: float = 1.0
     is_this_process: bool = False
     context_is_measured: bool = False
@@ -148,24 +156,25 @@ class DeviceModel:
         """Load a device file by name.
 
         Args:
-            name: a family or a measured card in ``devices/``, a card in ``config/cards.csv``, or a
-                path of a file of ``tools/calibrate_device.py``.
+            name: a family or a measured card in ``devices/``, a card in ``config/cards.csv``, also
+                as people write it, or a path of a file of ``tools/calibrate_device.py``.
 
         Raises:
             ConfigError: the file does not exist, or is not a device file.
         """
-        path = Path(name)
-        is_row = path.suffix not in (".yaml", ".yml")
-        if is_row:
-            path = _FOLDER / f"{name}.yaml"
-            is_row = not path.is_file()  # a card that was measured has a file, and maybe a row too
-        if is_row and name not in _cards():
-            hint = did_you_mean(str(name), device_names())
-            raise ConfigError(
-                f"there is no device {str(name)!r}{hint}. There are "
-                f"{', '.join(device_names())}, and files of tools/calibrate_device.py"
-            )
-        values = _values_of_card(str(name)) if is_row else load_yaml(path, "--device ")
+        path, card = Path(name), None
+        if path.suffix not in (".yaml", ".yml"):
+            card = find_card(str(name))
+            path = _FOLDER / f"{card.device if card else name}.yaml"
+            if path.is_file():  # a card that was measured has a file, and maybe a row too
+                card = None
+            elif card is None:
+                hint = did_you_mean(str(name), device_names())
+                raise ConfigError(
+                    f"there is no device {str(name)!r}{hint}. There are cpu, cuda, the cards in "
+                    "docs/PLANNER.md, and files of tools/calibrate_device.py"
+                )
+        values = load_yaml(path, "--device ") if card is None else _values_of_card(card)
         if isinstance(values, dict):
             values["name"] = path.stem
             if values.get("context_mb", 0) is None:
@@ -200,22 +209,32 @@ class DeviceModel:
     def _of_this_gpu(cls) -> "DeviceModel":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu, capability = properties.name, f"{properties.major}.{properties.minor}"
-        devices = [cls.load(name) for name in device_names()]
-        for device in devices:
-            if device.device_name is not None and fnmatchcase(gpu, device.device_name):
-                return device
-        alike = [d for d in devices if d.compute_capability == capability and d.memory_gb]
         gigabytes = properties.total_memory / GB
+        for file in sorted(_FOLDER.glob("*.yaml")):
+            device = cls.load(file)
+            if device.is_card(gpu):
+                return device
+        card = find_card(gpu, gigabytes)
+        if card is not None:
+            return cls.load(card.device)
+        alike = [name for name, card in CARDS.items() if card.capability == capability]
+        nearest = cls.load(
+            min(alike, key=lambda name: abs(CARDS[name].memory_gb - gigabytes), default="cuda")
+        )
+        return replace(
+            nearest,
+            description=f"{gpu}, taken for {nearest.description}",
+            device_name=gpu,
+            times=f"for {nearest.description}",
+        )
 
-        def distance(device: DeviceModel) -> tuple[float, bool]:
-            is_variant = gpu.startswith(str(device.device_name))  # an RTX 4090 D of the RTX 4090
-            return abs((device.memory_gb or 0) - gigabytes), not is_variant
-
-        nearest = min(alike, key=distance, default=None)
-        if nearest is None:
-            nearest = cls.load("cuda")
-        text = f"{gpu}, taken for {nearest.description}"
-        return replace(nearest, description=text, device_name=gpu)
+    def is_card(self, gpu: str) -> bool:
+        """Whether this is the card that PyTorch calls ``gpu``, in any of its sizes."""
+        if self.device_name is None:
+            return False
+        card = find_card(gpu, self.memory_gb)
+        is_row = card is not None and card.name == self.device_name
+        return is_row or fnmatchcase(gpu, self.device_name)
 
     def with_pytorch(self, version: tuple[int, int]) -> "DeviceModel":
         """This device with a release of PyTorch such as (1, 13).
@@ -409,36 +428,29 @@ def _bytes_of_transforms(c: Convolution) -> tuple[int, int]:
 
 
 def device_names() -> list[str]:
-    return sorted({*(path.stem for path in _FOLDER.glob("*.yaml")), *_cards()})
+    return sorted({*(path.stem for path in _FOLDER.glob("*.yaml")), *CARDS})
 
 
-def _cards() -> dict[str, dict[str, str]]:
-    """Rows of cards with speeds, by the names of their devices."""
-    return {name.replace(" ", "_"): row for name, row in CARDS.items() if row["capability"]}
-
-
-def _values_of_card(name: str) -> dict[str, Any]:
+def _values_of_card(card: Card) -> dict[str, Any]:
     """The values of a current card, with those of a card's row."""
-    row = _cards()[name]
     of_family = load_yaml(_FOLDER / "cuda.yaml")
-    formats = {"float32": "float32", "float16": "16 bits"}
-    if row["tf32"]:
-        formats["tf32"] = "tf32"
-    else:  # no tensor cores for float32, so no other layout
+    if "tf32" not in card.flops_per_s:  # no tensor cores for float32, so no other layout
         of_family["convolution_workspace"] = "transforms"
-    formats["bfloat16"] = "16 bits" if row["tf32"] else "float32"
-    pattern = row["PyTorch's name"]
-    if row["capability"] == _HOPPER:
+    if float(card.capability) >= _HOPPER:
         of_family["cublas_workspace_mb"] = _CUBLAS_OF_HOPPER_MB
+    shared = f", {card.memory_gb:g} GB shared with the CPU" if card.is_unified else ""
+    of_others = f"not tried on this generation of cards (compute capability {card.capability})"
     return {
         **of_family,
-        "description": pattern.rstrip("*").replace("Tesla", "NVIDIA"),
-        "device_name": pattern,
-        "compute_capability": row["capability"],
-        "memory_gb": float(row["GB"]),
-        "context_mb": float(row["context MB"]),
-        "flops_per_s": {format: float(row[column]) * 1e12 for format, column in formats.items()},
-        "bytes_per_s": float(row["GB/s"]) * 1e9,
-        "host_bytes_per_s": float(row["host GB/s"]) * 1e9,
-        "float16_fails": row["float16 fails"] == "yes",
+        "description": f"NVIDIA {card.name}{shared}",
+        "device_name": card.name,
+        "compute_capability": card.capability,
+        "memory_gb": card.memory_gb,
+        "usable_gb": card.usable_gb,
+        "context_mb": card.context_mb,
+        "flops_per_s": card.flops_per_s,
+        "bytes_per_s": card.bytes_per_s,
+        "host_bytes_per_s": card.host_bytes_per_s,
+        "float16_fails": card.float16_fails,
+        "times": "" if card.capability in _FITTED else of_others,
     }

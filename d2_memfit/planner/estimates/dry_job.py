@@ -27,6 +27,7 @@ class MemoryEstimate:
     Attributes:
         device: description of the device.
         from_run: a line about the earlier run that measured the device's values; "" without one.
+        times: text about predicted times; "" if they were tried on this generation of cards.
         num_gpus: ranks that train together.
         images_per_gpu: images in a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
         micro_batch_size: images in one forward.
@@ -65,6 +66,7 @@ class MemoryEstimate:
 
     device: str
     from_run: str
+    times: str
     num_gpus: int
     images_per_gpu: int
     micro_batch_size: int
@@ -250,6 +252,7 @@ class DryJob:
         return MemoryEstimate(
             device=self.device.description,
             from_run=self.device.from_run,
+            times=self.device.times,
             num_gpus=geometry.ranks,
             images_per_gpu=geometry.images_per_batch,
             micro_batch_size=geometry.largest_micro_batch,

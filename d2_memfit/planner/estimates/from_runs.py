@@ -18,7 +18,6 @@ micro-batch cannot be made again, the run is compared with the largest one, and 
 
 import logging
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from typing import Optional
 
 import torch
@@ -63,10 +62,10 @@ def _torch_device(device: DeviceModel) -> Optional[torch.device]:
     """This machine's device, if it is the one to predict for."""
     if not device.is_gpu:
         return torch.device("cpu")
-    if not torch.cuda.is_available() or device.device_name is None:
+    if not torch.cuda.is_available():
         return None
     here = torch.device("cuda", torch.cuda.current_device())
-    return here if fnmatchcase(torch.cuda.get_device_name(here), device.device_name) else None
+    return here if device.is_card(torch.cuda.get_device_name(here)) else None
 
 
 def _best(records: list[RunRecord]) -> Optional[RunRecord]:

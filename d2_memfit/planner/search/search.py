@@ -86,7 +86,7 @@ def plan_memory(
     if not isinstance(device, DeviceModel):
         device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
     warning = why_no_card_has(budget_gb) if device.is_gpu else None
-    if warning and not _has_card_of(budget_gb):
+    if warning and not (budget_gb <= device.usable_gb or _has_card_of(budget_gb)):
         logger.warning(warning)
     if not probe:
         device = as_in_runs(job, device, under_budget=True)

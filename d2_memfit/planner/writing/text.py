@@ -153,7 +153,7 @@ def describe_plan(plan: Plan) -> str:
     e = plan.estimate
     lines += [
         "",
-        f"Predicted time of an iteration: x {in_words(plan.time_range)}",
+        f"Predicted time of an iteration: x {in_words(plan.time_range)}{_about(e)}",
         f"SOLVER.IMS_PER_BATCH {e.images_per_gpu * e.num_gpus} x SOLVER.ACCUMULATION_STEPS "
         f"{e.accumulation_steps}, as before",
         _host(e),
@@ -163,6 +163,10 @@ def describe_plan(plan: Plan) -> str:
     if plan.evaluation_decides:
         lines += ["", _EVALUATION_DECIDES]
     return "\n".join(lines)
+
+
+def _about(e: MemoryEstimate) -> str:
+    return f", {e.times}" if e.times else ""
 
 
 def _verdict(plan: Plan) -> list[str]:
