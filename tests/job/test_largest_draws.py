@@ -314,7 +314,7 @@ def test_none_of_20000_batches_is_larger_than_the_largest_and_some_images_are_as
     name, dataset
 ):
     images, one, two = compare(name, dataset, 20_000)
-    if "normal" not in name:
+    if "random" not in NOT_KNOWN.get(name, ""):  # those have a margin
         assert images.prod(axis=-1).max() >= NEAR * one.prod()
         assert (images.max(axis=0) >= NEAR * two).all()
 
