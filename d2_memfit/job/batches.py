@@ -40,6 +40,7 @@ class GivenBatches:
 
     assumptions: tuple[str, ...] = ()
     evaluation_assumptions: tuple[str, ...] = ()
+    at_least: tuple[str, ...] = ()
     is_guess = has_any_shape = False
     typical = None
 

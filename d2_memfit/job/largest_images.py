@@ -29,6 +29,7 @@ __all__ = [
     "num_instances_of",
     "resized",
     "rotated",
+    "with_boxes_alone",
     "with_few_annotations",
     "with_instances",
 ]
@@ -121,6 +122,14 @@ def with_instances(d: dict[str, Any], num: int) -> dict[str, Any]:
 def with_few_annotations(d: dict[str, Any]) -> dict[str, Any]:
     """Keep two annotations, for a mapper that crops around one of them."""
     return {**d, "annotations": d["annotations"][:2]} if "annotations" in d else d
+
+
+def with_boxes_alone(d: dict[str, Any]) -> dict[str, Any]:
+    """Keep two annotations, without masks and keypoints."""
+    d = with_few_annotations(d)
+    shapes = ("segmentation", "keypoints")
+    boxes = [{k: v for k, v in a.items() if k not in shapes} for a in d.get("annotations", ())]
+    return {**d, "annotations": boxes} if "annotations" in d else d
 
 
 def invented_dict(

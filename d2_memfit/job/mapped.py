@@ -5,16 +5,17 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any, Optional
 
 from detectron2.structures import Instances
 
 from ..errors import ConfigError
 from .batches import copy_of, need_of, padded_area, size_of
-from .capture import CapturedLoader, capture_loader, empty_images, with_proposals
+from .capture import CapturedLoader, EmptyImages, capture_loader, empty_images, with_proposals
 from .dataset_statistics import DatasetStatistics, statistics_of
 from .known_datasets import assumed_statistics
+from .largest_draws import Draw, LargestDraws
 from .largest_images import (
     ANY_SIZE,
     Size,
@@ -22,15 +23,16 @@ from .largest_images import (
     dict_of_size,
     largest_sizes,
     num_instances_of,
+    with_boxes_alone,
     with_few_annotations,
 )
 from .parts import Parts
+from .resize import resize_to
 
 __all__ = ["MappedBatches"]
 
-_FIRST_DRAWS = 2  # draws of augmentations for each candidate size
-_MORE_DRAWS = 8  # draws for the sizes with the largest results
-_ALIKE = 3  # draws after which there are no more, if none is larger than those before
+_COMPARED = 6  # images that tell whether a mapper changes sizes after its augmentations
+_CROWDED_DRAWS = 4  # of an image that lost objects
 _TRIES = 20  # for a mapper that may drop an image
 
 
@@ -58,8 +60,8 @@ class _Drawn:
 class MappedBatches:
     """Batches that the job's own mapper and augmentations make of empty images.
 
-    Sizes and the most crowded image come from the datasets, if they exist. For random augmentations
-    the largest of several draws counts, with ``ResizeShortestEdge`` at its largest.
+    Sizes and the most crowded image come from the datasets, if they exist. Random augmentations
+    draw the numbers that make the largest images.
 
     Args:
         parts: the job's parts.
@@ -72,6 +74,7 @@ class MappedBatches:
         num_instances: annotated objects in the most crowded training image.
         assumptions: one line for each thing that is not known, with the value assumed for it.
         evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
+        at_least: one line for each reason why a training image may be larger.
         is_guess: whether ``num_instances`` is a guess.
         has_any_shape: whether nothing tells the shape of images. Then the largest one counts that
             the augmentations can make of any photograph.
@@ -110,6 +113,10 @@ class MappedBatches:
     @property
     def evaluation_assumptions(self) -> tuple[str, ...]:
         return self._evaluation.assumptions if self._evaluation is not None else ()
+
+    @property
+    def at_least(self) -> tuple[str, ...]:
+        return self._training.at_least
 
     @property
     def is_guess(self) -> bool:
@@ -166,16 +173,16 @@ class MappedBatches:
     @cached_property
     def _training(self) -> "_Images":
         captured = capture_loader(self._parts.build_train_loader, self._with_labels)
-        return self._images(captured, "training", _MORE_DRAWS)
+        return self._images(captured, "training")
 
     @cached_property
     def _evaluation(self) -> Optional["_Images"]:
         makers = self._parts.test_loaders()
         loaders = [capture_loader(make, self._with_labels) for make in makers]
-        found = [self._images(loader, "evaluation", 1) for loader in loaders]
+        found = [self._images(loader, "evaluation") for loader in loaders]
         return max(found, key=lambda images: images.drawn[0].need) if found else None
 
-    def _images(self, loader: CapturedLoader, what: str, num_draws: int) -> "_Images":
+    def _images(self, loader: CapturedLoader, what: str) -> "_Images":
         if not loader.mappers:
             raise ConfigError(
                 f"the {what} loader has no MapDataset of Detectron2 with a mapper, so its largest "
@@ -203,12 +210,13 @@ class MappedBatches:
             lines = (*lines, f"the {what} dataset {names} cannot be read: {line}")
         if self._num_instances is not None:
             statistics = statistics.with_instances(self._num_instances)
-        drawn = _Mapper(loader, statistics).largest(sizes, num_draws)
+        mapper = _Mapper(loader, statistics)
+        drawn = mapper.largest(sizes)
         if what == "evaluation" and isinstance(drawn[0].data, dict):
             # Results are brought to the size of the file, masks included, where that is known.
             height, width = largest or drawn[0].size
             drawn[0].data.update(height=height, width=width)
-        return _Images(tuple(drawn), statistics, lines)
+        return _Images(tuple(drawn), statistics, lines, mapper.at_least)
 
 
 @dataclass(frozen=True)
@@ -216,65 +224,89 @@ class _Images:
     drawn: tuple[_Drawn, ...]  # for evaluation, the largest comes first
     statistics: DatasetStatistics
     assumptions: tuple[str, ...]
+    at_least: tuple[str, ...]
 
 
 class _Mapper:
-    """Draws a loader mapper's results for images of any size."""
+    """A loader's mapper, for images of any size.
+
+    Attributes:
+        at_least: lines about random numbers whose largest images are not known.
+    """
 
     def __init__(self, loader: CapturedLoader, statistics: DatasetStatistics) -> None:
-        self._maps = loader.mappers
-        self._has_proposals = loader.has_proposals
-        self._added = loader.added
+        self._loader = loader
         self._crowded = statistics.most_crowded
         self._labels = statistics.labels
+        self.at_least: tuple[str, ...] = ()
 
-    def largest(self, sizes: Iterable[Size], num_draws: int) -> list[_Drawn]:
+    def largest(self, sizes: Iterable[Size]) -> list[_Drawn]:
         """Images that can make up the largest batches, the largest first.
 
         Args:
             sizes: sizes of the dataset's images; none for any shape.
-            num_draws: draws of augmentations for each of the sizes with the largest results.
         """
-        with empty_images(self._labels) as (files, resizes):
+        found: list[_Drawn] = []
+        with empty_images(self._labels) as images:
+            for map_func in self._loader.mappers:
+                found += self._largest_of(map_func, images, set(sizes))
+        return sorted(found, key=lambda d: d.need, reverse=True)
 
-            def draw(size: Size, times: int, is_crowded: bool) -> list[_Drawn]:
-                maps = self._maps * times
-                return [self._draw(map_func, files, size, is_crowded) for map_func in maps]
+    def _largest_of(
+        self, map_func: Callable[..., Any], images: EmptyImages, sizes: set[Size]
+    ) -> list[_Drawn]:
+        few, boxes = with_few_annotations(self._crowded), with_boxes_alone(self._crowded)
+        boxes_of_size = lru_cache(maxsize=None)(partial(dict_of_size, boxes))
 
-            draw(ANY_SIZE, 1, is_crowded=False)  # finds out how images are resized
-            sizes = set(sizes) or self._any_shape(resizes, draw)
-            largest: list[_Drawn] = []
-            for size in largest_sizes(sizes, resizes):
-                largest = _largest([*largest, *draw(size, min(num_draws, _FIRST_DRAWS), False)])
-            crowded: list[_Drawn] = []
-            for size in sorted({d.original for d in largest}):
-                last = 0
-                for i in range(num_draws):
-                    drawn = draw(size, 1, is_crowded=True)
-                    if i == 0 and num_draws > 1 and self._have_all_objects(drawn):
-                        # Objects cost time. Draws with few of them tell whether sizes differ.
-                        others = draw(size, _ALIKE, is_crowded=False)
-                        if {d.size for d in others} == {d.size for d in drawn}:
-                            crowded = _largest([*crowded, *drawn])
-                            break
-                    kept = _largest([*crowded, *drawn])  # few: masks take much memory
-                    last = i if any(d is new for d in kept for new in drawn) else last
-                    crowded = kept
-                    if i - last >= _ALIKE:
-                        break
-        return sorted(crowded, key=lambda d: d.need, reverse=True)
+        def size_after(original: Size) -> Size:
+            make = boxes_of_size if images.stops else partial(dict_of_size, few)
+            return images.size_from(lambda: self._map(map_func, images, partial(make, original)))
 
-    def _have_all_objects(self, drawn: Sequence[_Drawn]) -> bool:
-        """Whether the mapper has kept all objects of the most crowded image."""
-        of_each = [d.data.get("instances") if isinstance(d.data, dict) else None for d in drawn]
-        num = num_instances_of(self._crowded)
-        return all(isinstance(i, Instances) and len(i) == num for i in of_each)
+        search = LargestDraws(size_after, images.draws)
+        explored = [(search.explore(ANY_SIZE).size, images.augmented) for _ in range(_COMPARED)]
+        images.stops = all(augmented == [size] for size, augmented in explored)
+        if not images.stops:
+            search.num_starts, search.most_tried = 24, 400  # each takes a hundred times as long
+        sizes = sizes or self._any_shape(images.resizes, search)
+        wide = {size for size in sizes if size[1] > size[0]}
+        largest: list[Draw] = []
+        for group in filter(None, (wide, sizes - wide)):
+            largest += search.largest(largest_sizes(group, images.resizes), group)
+        images.stops = False
+        self.at_least += search.lines()
+        different = {(draw.original, draw.largest): draw for draw in largest}
+        return [self._crowded_image(map_func, images, d, search) for d in different.values()]
 
-    def _any_shape(self, resizes: set[tuple[int, int]], draw: Callable[..., Any]) -> set[Size]:
+    def _crowded_image(
+        self, map_func: Callable[..., Any], images: EmptyImages, draw: Draw, search: LargestDraws
+    ) -> _Drawn:
+        """An image of that size with as many objects as a few draws leave."""
+        make = partial(dict_of_size, self._crowded, draw.original)
+        images.draws.start(draw.values, explores=False)
+        drawn = [_Drawn(self._map(map_func, images, make), draw.original)]
+        decisive = {place: draw.values[place] for place in search.matters & draw.values.keys()}
+        while len(drawn) < _CROWDED_DRAWS and self._lost_objects(drawn[0].data):
+            images.draws.start(decisive, explores=True)
+            drawn.append(_Drawn(self._map(map_func, images, make), draw.original))
+        largest = max(drawn, key=lambda d: d.need)
+        if draw.largest != draw.size and isinstance(largest.data, dict):
+            return replace(largest, data=resize_to(largest.data, draw.largest))
+        return largest
+
+    def _lost_objects(self, data: Any) -> bool:
+        """Whether the mapper has kept some objects of the most crowded image, but not all."""
+        instances = data.get("instances") if isinstance(data, dict) else None
+        return isinstance(instances, Instances) and len(instances) < num_instances_of(self._crowded)
+
+    def _any_shape(self, resizes: set[tuple[int, int]], search: LargestDraws) -> set[Size]:
         sizes = any_shape(resizes)
         largest = max(sizes)
         once, twice = (
-            max(d.need[0] for d in draw((largest[0] * k, largest[1] * k), 4, False)) for k in (1, 2)
+            max(
+                padded_area(search.explore((largest[0] * k, largest[1] * k)).size)
+                for _ in range(16)
+            )
+            for k in (1, 2)
         )
         if twice > 2 * once > 0:  # and not by chance of a crop
             raise ConfigError(
@@ -283,22 +315,27 @@ class _Mapper:
             )
         return sizes
 
-    def _draw(
-        self, map_func: Callable[..., Any], files: Any, size: Size, is_crowded: bool
-    ) -> _Drawn:
-        crowded = self._crowded if is_crowded else with_few_annotations(self._crowded)
-        for _ in range(_TRIES):
-            d = {**self._added, **dict_of_size(crowded, size)}
-            files.name(d)
+    def _map(
+        self,
+        map_func: Callable[..., Any],
+        images: EmptyImages,
+        make_dict: Callable[[], dict[str, Any]],
+    ) -> Any:
+        """The mapper's result for a dataset dict."""
+        for i in range(_TRIES):
+            if i:
+                images.draws.start({}, explores=True)
+            d = {**self._loader.added, **make_dict()}
+            images.name(d)
             try:
-                data = map_func(with_proposals(d) if self._has_proposals else d)
+                data = map_func(with_proposals(d) if self._loader.has_proposals else d)
             except Exception:
-                if files.exist:
+                if images.exist or images.stops:
                     raise
                 data = None
             if data is not None:
-                return _Drawn(data, size)
-            files.exist = True  # the mapper may read them by a function of its own
+                return data
+            images.exist = True  # the mapper may read them by a function of its own
         raise ConfigError("the training mapper gives nothing for the dataset's largest images")
 
 
@@ -308,16 +345,6 @@ def _with_at_most(data: Any, num: int) -> Any:
     if not isinstance(instances, Instances) or len(instances) <= num:
         return data
     return {**data, "instances": instances[:num]}
-
-
-def _largest(drawn: Sequence[_Drawn]) -> list[_Drawn]:
-    """Images that can make a batch the largest, of each orientation and of both together."""
-    kept: list[_Drawn] = []
-    for is_wide in (False, True):
-        group = [d for d in drawn if d.is_wide == is_wide]
-        if group:
-            kept += [*_highest_and_widest(group), max(group, key=lambda d: d.need)]
-    return list({id(d): d for d in kept}.values())
 
 
 def _highest_and_widest(drawn: Sequence[_Drawn]) -> list[_Drawn]:

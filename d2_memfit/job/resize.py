@@ -14,28 +14,32 @@ from detectron2.structures import (
 )
 from torch.nn import functional as F
 
-__all__ = ["resize_image"]
+__all__ = ["resize_image", "resize_to"]
 
 
 def resize_image(image: dict[str, Any], factor: float) -> dict[str, Any]:
-    """Resize a dataset dict, as made by Detectron2's mappers, by ``factor``.
+    """Resize a dataset dict by ``factor``, and to at least 1 pixel, as :func:`resize_to` does."""
+    height, width = (max(1, round(side * factor)) for side in image["image"].shape[-2:])
+    return resize_to(image, (height, width))
+
+
+def resize_to(image: dict[str, Any], size: tuple[int, int]) -> dict[str, Any]:
+    """Resize a dataset dict, as made by Detectron2's mappers.
 
     Args:
         image: with "image", a tensor (C, H, W). "instances", "proposals" and "sem_seg" (H, W) are
             resized with it; "height" and "width", the size in the file, stay.
-        factor: applied to height and width, which stay at least 1 pixel.
+        size: new height and width of "image".
 
     Returns:
         dict: a new one. The given one does not change.
     """
-    old = image["image"].shape[-2:]
-    new = tuple(max(1, round(side * factor)) for side in old)
-    resized = {**image, "image": _resize_pixels(image["image"], new, "bilinear")}
+    resized = {**image, "image": _resize_pixels(image["image"], size, "bilinear")}
     for key in ("instances", "proposals"):
         if key in image:
-            resized[key] = _resize_instances(image[key], new)
+            resized[key] = _resize_instances(image[key], size)
     if "sem_seg" in image:
-        resized["sem_seg"] = _resize_pixels(image["sem_seg"], new, "nearest")
+        resized["sem_seg"] = _resize_pixels(image["sem_seg"], size, "nearest")
     return resized
 
 

@@ -153,7 +153,7 @@ class DryJob:
         if self.evaluation is not None:
             assumed += batches.evaluation_assumptions
         self.assumptions = tuple(dict.fromkeys(assumed))
-        self.at_least = tuple(dict.fromkeys(notes))
+        self.at_least = tuple(dict.fromkeys([*batches.at_least, *notes]))
 
     @cached_property
     def trace(self) -> tuple[list[int], ...]:
