@@ -5,8 +5,8 @@ An estimate assumes the following. If no source is named, it follows from the jo
 
 The batch (``job``)
     - Images have the largest sizes of the datasets. The i-th image of a batch has as many
-      annotations as the i-th most crowded one. Random augmentations: the largest result of at most
-      8 draws for each size, a guess.
+      annotations as the i-th most crowded one. Random augmentations: the
+      largest images that a search over their random numbers finds (``job/largest_draws.py``).
     - Datasets that cannot be read: ``job/known_datasets.py``, each with its source or as a guess.
     - If a dataset has no sizes, they are read from at most 10,000 of its files, evenly spread.
     - Classes of label images are counted in 100 of them: a guess if there are more.
@@ -36,13 +36,12 @@ The device (``device_model``, ``allocators``, ``devices/*.yaml``)
     - cuBLAS workspaces: ATen/cuda/CublasHandlePool.cpp. Context: reports of others; on a CPU, what
       the process that estimates has taken. Loaded kernels: a guess. NCCL: NVIDIA/nccl#964, and a
       guess for cards without NVLink.
-    - A process on a CPU takes 220 MB in addition to its tensors: measured (docs/PLANNER.md). For a
-      small job it is 50 MB: measured (tests/planner/test_tight_budgets.py).
+    - A process on a CPU takes 220 MB in addition to its tensors: measured (docs/PLANNER.md).
 
 The range, and the margin of plans (``ranges``)
     - Objects, software, allocator and context, each with its source or as a guess.
     - The margin is the range's part for software and context, above the worst case.
-    - If a job fits only without its margin, the plan is made with a warning.
+    - If a job fits only without its margin, it does not fit. The plan says how likely it is to.
     - The memory that the allocator keeps must fit the budget without being returned. One iteration
       is simulated: it is a guess that later ones do not keep more.
 
@@ -51,11 +50,15 @@ The time (``device_model``, ``dry_job``)
       shares of the data sheets' peaks, plus 22 us; each micro-batch takes another 23 ms. These
       numbers and the ranges (``times``) are fitted to published times. They are for GPUs.
     - The time of a micro-batch is proportional to its images.
+    - Copies to the host reach 0.73 of the bus's peak, the median of what others measured. They
+      follow each other beside the computation, and cost what that does not hide.
     - Ranks do not wait for each other. ZeRO sends the parameters at the speed of copies to the
       host, a guess: links between GPUs can be faster, and a network is slower.
+    - Times on a CPU have the speeds of another one, and only order exact plans.
 
 The host (``techniques/host_budget.py``)
-    - A rough figure, without the dataset.
+    - A rough figure, without the dataset. Offloaded tensors take page-locked memory in powers of
+      two (ATen/core/CachingHostAllocator.h).
 """
 
 from .estimates import estimate_memory
