@@ -48,18 +48,24 @@ def blocks_of(timeline: Timeline, device: DeviceModel) -> Blocks:
         for of_call in calls:
             recomputed[:, i] += of_call.recomputed_bytes(times)
             offloaded[:, i] += of_call.offloaded_bytes(times)
-    work = timeline.work
+    forward_s, backward_s = (device.seconds(timeline.work[p]) for p in ("forward", "backward"))
+    recompute_s = np.array([sum(device.seconds(c.call.work) for c in calls) for calls in calls_of])
+    copy_s = np.array([sum(c.copied_bytes for c in calls) for calls in calls_of])
+    copy_s = copy_s / device.copied_bytes_per_s
+    fetch_s = np.array([sum(device.seconds(c.fetching) for c in calls) for calls in calls_of])
+    # What the computation of the block does not hide, as in DeviceModel.seconds_with_copies.
+    for hidden_s in (recompute_s, recompute_s * backward_s / forward_s):
+        fetch_s = fetch_s + np.maximum(copy_s - hidden_s, 0)
     return Blocks(
         names,
         lives.bytes_after[times],
         recomputed,
         offloaded,
-        np.array([sum(device.seconds(c.call.work) for c in calls) for calls in calls_of]),
-        np.array([sum(c.copied_bytes for c in calls) for calls in calls_of])
-        / device.copied_bytes_per_s,
-        np.array([sum(device.seconds(c.fetching) for c in calls) for calls in calls_of]),
-        device.seconds(work["forward"]),
-        device.seconds(work["backward"]),
+        recompute_s,
+        copy_s,
+        fetch_s,
+        forward_s,
+        backward_s,
         [
             (i, j)
             for i, j in combinations(range(len(names)), 2)

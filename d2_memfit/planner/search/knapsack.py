@@ -27,7 +27,7 @@ class Blocks:
         offloaded_bytes: change of ``bytes_at`` if a block is offloaded, [T, N].
         recompute_s: seconds of a block's forward, [N].
         copy_s: seconds to copy a block's activations, [N]. Copies overlap with the computation.
-        fetch_s: seconds that offloading adds to the computation of the backward, [N].
+        fetch_s: seconds that offloading adds to the computation, [N].
         forward_s, backward_s: seconds of all computation.
         overlaps: pairs of positions of blocks within each other.
     """
