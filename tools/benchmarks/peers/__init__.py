@@ -17,6 +17,7 @@ import argparse
 import copy
 import json
 import tempfile
+from collections.abc import Callable
 from datetime import date
 from functools import partial
 from importlib.metadata import version
@@ -168,7 +169,7 @@ def memory() -> list[dict[str, Any]]:
     return rows
 
 
-SECTIONS = {
+SECTIONS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "one_rank": partial(survival, 1),
     "two_ranks": partial(survival, 2),
     "gradients": gradients,

@@ -47,7 +47,8 @@ def rows_of_readme(sections: dict[str, list[dict[str, Any]]]) -> list[str]:
         )
     ]
     found = {row["side"]: row["DETR-like, 3 + 3 + 2"] for row in sections["gradients"]}
-    others = ", ".join(f"{side} {x}" for side, x in found.items() if side not in ("Detectron2", "d2_memfit"))
+    peers = [side for side in found if side not in ("Detectron2", "d2_memfit")]
+    others = ", ".join(f"{side} {found[side]}" for side in peers)
     what = "relative error of the gradients of a DETR-like model, in micro-batches of 3 + 3 + 2"
     cells.append((f"{what} images", found["d2_memfit"], others, "the-gradient-of-a-step"))
     return [
@@ -66,5 +67,3 @@ def fates(rows: list[dict[str, Any]]) -> tuple[str, str]:
             name = row["side"].partition(", ")[2] or row["side"]
             results.setdefault(row["result"], []).append(f"`{name}`" if "_" in name else name)
     return own, "; ".join(f"{result}: {', '.join(sides)}" for result, sides in results.items())
-
-

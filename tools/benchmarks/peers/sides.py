@@ -143,7 +143,7 @@ def transformers(job: Job, finds: bool = False) -> None:
 
 def lightning(job: Job, finds: bool = False) -> None:
     import pytorch_lightning
-    from pytorch_lightning.tuner import Tuner
+    from pytorch_lightning.tuner.tuning import Tuner
 
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
@@ -163,7 +163,7 @@ def lightning(job: Job, finds: bool = False) -> None:
             return job.loader(self.batch_size)
 
     def trainer(steps: int) -> Any:
-        several = {"devices": RANKS, "strategy": "ddp"} if RANKS > 1 else {"devices": 1}
+        several: dict[str, Any] = {"strategy": "ddp"} if RANKS > 1 else {}
         return pytorch_lightning.Trainer(
             max_epochs=1,
             accumulate_grad_batches=steps,
@@ -174,6 +174,7 @@ def lightning(job: Job, finds: bool = False) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             accelerator="cpu",
+            devices=RANKS,
             **several,
         )
 
