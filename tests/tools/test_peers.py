@@ -63,7 +63,7 @@ def test_the_gradient_of_a_step_is_that_of_all_its_images(side):
     assert is_exact == (side in ("d2_memfit", "Composer"))  # they know the images of the step
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive  # 4 minutes
 def test_under_a_limit_a_side_dies_and_another_one_trains_each_image_once():
     small, large = (128, 160), (512, 640)
     sizes = [[small, small, large, large]]
