@@ -2,6 +2,8 @@
 # make test   runs the test suite, in about 8 minutes on two cores
 # make quick  runs the part of it that needs half a minute
 # make long   runs what make test leaves out: real runs of many seconds each, in about 15 minutes
+# make figures  remakes the figures of README.md and docs/, which takes hours;
+#             FIGURES= remakes the quick ones, and prints the age of the others
 # make docs   makes a site of the documentation, with Python 3.11 or later: open
 #             build/site/index.html, or, so that its search works too, the address that
 #             `python3 -m http.server --directory build/site` says
@@ -14,10 +16,11 @@ VENV ?= .venv
 OUTPUT ?= output/coins
 PYTEST_ARGS ?=
 PROCESSES ?= 2
+FIGURES ?= --all
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test quick long exhaustive docs lint types venv
+.PHONY: demo test quick long exhaustive docs figures lint types venv
 
 PYTEST = "$(VENV)/bin/python" -m pytest -n $(PROCESSES) --dist worksteal
 
@@ -39,6 +42,9 @@ exhaustive: venv
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 "$(VENV)/bin/python" -m mkdocs build --strict
+
+figures: venv
+	"$(VENV)/bin/python" tools/figures.py $(FIGURES)
 
 lint: venv
 	"$(VENV)/bin/python" -m ruff check .

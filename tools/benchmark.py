@@ -11,6 +11,7 @@ tools/benchmark.py estimates        estimates against the same jobs run on the C
 tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
 tools/benchmark.py other_loops      accumulated gradients of other trainers
 tools/benchmark.py overhead         CPU seconds of an iteration beside those of the model
+tools/benchmark.py peers            other libraries that accumulate gradients or find a batch
 tools/benchmark.py plans            plans against the best of all choices
 tools/benchmark.py recovery         cost of recovery from out-of-memory errors
 tools/benchmark.py runs             runs of others against what is predicted for them
@@ -33,6 +34,7 @@ BENCHMARKS = (
     "gradients",
     "other_loops",
     "overhead",
+    "peers",
     "plans",
     "recovery",
     "runs",

@@ -1,11 +1,14 @@
 #!/usr/bin/env python3
 # Copyright (c) the d2_memfit developers.
-"""Write docs/KNOBS.md and docs/knobs.png: the effect of each knob on Mask R-CNN R50-FPN.
+"""Write docs/KNOBS.md, docs/knobs.png and the table of docs/OUT_OF_MEMORY.md.
+
+They show the effect of each knob on Mask R-CNN R50-FPN.
 
 Each row is an estimate for one GPU with 2 images at a time, in which one setting differs from the
 recipe. It takes about a minute on two cores.
 """
 
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -82,6 +85,28 @@ KNOBS = {
         Knob("128 anchors in RPN's loss", ["MODEL.RPN.BATCH_SIZE_PER_IMAGE", 128], "recipe"),
     ],
 }
+# Rows of OUT_OF_MEMORY.md: words, config keys as a user types them, words about them, and changes.
+TRIES = [
+    (
+        "gradient accumulation",
+        "MEMFIT.MICRO_BATCH 1",
+        ", one image at a time, same effective batch",
+        "nothing",
+    ),
+    ("activation checkpointing", "MEMFIT.CHECKPOINT.MODULES \"['all']\"", "", "nothing"),
+    ("offload", "MEMFIT.OFFLOAD.MODULES \"['*']\"", "", "nothing; takes RAM"),
+    ("mask head in chunks", "MEMFIT.HEADS.CHUNK_SIZE 32", "", "nothing"),
+    ("mixed precision", "SOLVER.AMP.ENABLED True", "", "number format"),
+    ("smaller images", 'INPUT.MIN_SIZE_TRAIN "(640,)"', "", "accuracy of small objects"),
+    ("fewer sampled boxes", "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 256", "", "recipe"),
+    (
+        "a lighter backbone",
+        "MODEL.RESNETS.DEPTH 18 MODEL.RESNETS.RES2_OUT_CHANNELS 64",
+        "",
+        "[the model](BACKBONES.md)",
+    ),
+]
+BEGIN, END = "<!-- tries: written by tools/make_knobs.py -->\n", "\n<!-- end of tries -->"
 WORKERS = (0, 2, 4, 8)
 LESS, MORE = "#0072B2", "#E69F00"  # Okabe and Ito: colour-blind people can tell them apart
 
@@ -142,6 +167,20 @@ def gigabytes(e: MemoryEstimate, recipe: MemoryEstimate) -> list[str]:
     return [training, f"{e.evaluation_gb:.2f}"]
 
 
+def tries(recipe: MemoryEstimate) -> str:
+    """The table of OUT_OF_MEMORY.md."""
+    rows = []
+    for number, (words, opts, more, changes) in enumerate(TRIES, 1):
+        e = estimate(shlex.split(opts))
+        factor = seconds_per_image(e) / seconds_per_image(recipe)
+        time = in_words(factor_range(factor, "SOLVER.AMP.ENABLED" in opts))
+        gb = f"{e.peak_allocated_gb - recipe.peak_allocated_gb:+.2f}"
+        rows.append([f"{number}. {words}: `{opts}`{more}", gb, time, changes])
+    lines = [["try", "change in GB", "time x", "what else changes"], ["---"] * 4, *rows]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"Training starts from {recipe.peak_allocated_gb:.2f} GB.\n\n{table}"
+
+
 def draw(recipe: MemoryEstimate, rows: list[tuple[Knob, MemoryEstimate]], path: Path) -> None:
     matplotlib.use("Agg")
     figure, axes = pyplot.subplots(figsize=(9, 0.24 * len(rows) + 1), layout="constrained")
@@ -185,6 +224,10 @@ def main() -> None:
         host=tabulate(host, ["workers", "GB"], tablefmt="pipe"),
     )
     (DOCS / "KNOBS.md").write_text(text)
+    page = DOCS / "OUT_OF_MEMORY.md"
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n{tries(recipe)}\n{END}{after}")
 
 
 if __name__ == "__main__":

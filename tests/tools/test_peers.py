@@ -1,0 +1,82 @@
+# Copyright (c) the d2_memfit developers.
+"""The race of docs/BENCHMARK.md: its pages are what was measured, and each side is measured."""
+
+import importlib.util
+import shutil
+
+import pytest
+import torch
+from benchmarks import peers
+from benchmarks.peers import report
+from benchmarks.peers.processes import race
+from benchmarks.peers.sides import SIDES
+from tiny import ROOT
+
+MODULES = {
+    "Accelerate": "accelerate",
+    "transformers": "transformers",
+    "Lightning": "pytorch_lightning",
+    "mmengine": "mmengine",
+    "Composer": "composer",
+    "d2_memfit": "d2_memfit",
+}
+
+
+def test_the_page_and_readme_say_what_was_measured(tmp_path):
+    (tmp_path / "docs").mkdir()
+    files = ("README.md", "docs/BENCHMARK.md", "docs/benchmark.jsonl")
+    for file in files:
+        shutil.copy(ROOT / file, tmp_path / file)
+    text = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(
+        text.replace("| the same, one rank | ", "| the same, one rank | not ")
+    )
+    report.write(tmp_path)
+    for file in files:
+        assert (tmp_path / file).read_text() == (ROOT / file).read_text(), (
+            "run python tools/benchmark.py peers --report"
+        )
+
+
+class Mean(torch.nn.Module):
+    """A loss that is a mean over images."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, batch):
+        return {"loss": torch.stack([(d["image"] @ self.weight) ** 2 for d in batch]).mean()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", MODULES)
+def test_the_gradient_of_a_step_is_that_of_all_its_images(side):
+    if importlib.util.find_spec(MODULES[side]) is None:
+        pytest.skip(f"{MODULES[side]} is not installed")
+    images = [{"image": torch.tensor([1.0 + i, 2.0 - i])} for i in range(8)]
+    full = peers.gradient("Detectron2", Mean(), images, (8, 1))
+    found = peers.gradient(side, Mean(), images, (1, 8))
+    torch.testing.assert_close(found, full)
+    uneven = peers.gradient(side, Mean(), images, (3, 3))
+    is_exact = torch.allclose(uneven, full, rtol=1e-4)
+    assert is_exact == (side in ("d2_memfit", "Composer"))  # they know the images of the step
+
+
+@pytest.mark.exhaustive  # 4 minutes
+def test_under_a_limit_a_side_dies_and_another_one_trains_each_image_once():
+    small, large = (128, 160), (512, 640)
+    sizes = [[small, small, large, large]]
+    needs = [race("Detectron2", [[large] * n], (n, 1)) for n in (1, 2)]
+    assert all(need.end == "finished" for need in needs)
+    limit = (needs[0].extra_gb + needs[0].trained_gb + needs[1].extra_gb) / 2
+    plain = race("Detectron2", sizes, (2, 1), limit)
+    assert (plain.end, plain.steps) == ("died", [[0, 1]])
+    assert "can't allocate memory" in plain.error
+    split = race("d2_memfit, split", sizes, (2, 2), limit)
+    assert (split.end, split.steps, split.restarts) == ("finished", [[0, 1, 2, 3]], 0)
+
+
+def test_all_sides_are_named_in_the_page():
+    text = (ROOT / "docs/BENCHMARK.md").read_text()
+    assert all(f"| {side} |" in text for side in SIDES if side not in peers.NOT_UNDER_A_LIMIT)
