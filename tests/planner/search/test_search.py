@@ -356,8 +356,8 @@ def test_a_technique_that_changes_nothing_is_no_help(monkeypatch):
     ("budget_gb", "tiers", "most"),
     [
         (24, "exact", 1),
-        (3.5, "exact", 5),
-        (3.5, "exact,precision", 6),
+        (3.5, "exact", 9),
+        (3.5, "exact,precision", 9),
         (1.6, "exact", 16),
         (0.9, "exact,precision", 5),  # does not fit
     ],
