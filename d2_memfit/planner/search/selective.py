@@ -39,6 +39,8 @@ def with_best_blocks(
     for tried in (larger, smaller):
         for num_images in tried:
             found = _fastest_blocks(trials, choice, num_images, allowed, best_seconds)
+            if found is None and _CHECKPOINT in allowed and _OFFLOAD in allowed:
+                found = _fastest_blocks(trials, choice, num_images, [_CHECKPOINT], best_seconds)
             if found is not None:
                 best, best_seconds = found, trials.dry_job(found).seconds()
             elif num_images != choice.num_images:
@@ -85,7 +87,8 @@ def _fastest_blocks(
             if trials.dry_job(found).seconds() < _WORTH_IT * seconds:
                 best, seconds = found, trials.dry_job(found).seconds()
         else:  # memory between the allocator's blocks, or evaluation
-            reserve += 0.01 * trials.limit_bytes
+            too_much = trials.dry_job(found).total_bytes() - trials.budget_bytes
+            reserve += max(0.01 * trials.limit_bytes, too_much / 2)
     return best
 
 
