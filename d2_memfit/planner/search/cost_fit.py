@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """A cost model of a job's micro-batches, fitted to dry runs of the job."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +32,7 @@ _IS_CROWDED, _IS_CLEARLY_CROWDED = 1.02, 1.1
 _FEW = 8  # objects that are resized; others are copies
 _WITHOUT_OBJECTS = 3  # number of features without objects
 _ROUNDS = 20
+_ERROR = "MEMFIT.COST_MODEL.ERROR_GB"
 
 Sum = tuple[float, ...]
 
@@ -66,7 +68,12 @@ def with_cost_model(
         progress("No cost model: BatchNorm is trained on micro-batches")
         return plan
     fit = CostFit(planned, device, Padding.from_model(model), progress)
-    settings = {**plan.settings, **fit.settings(), "MEMFIT.PLAN.MARGIN": round(plan.margin, 4)}
+    settings = {**plan.settings, **fit.settings()}
+    # A dry run has shown that the plan's largest micro-batch fits: it is not cut for an error of
+    # the sums.
+    with_error = fit.bytes_of(planned.training_batch()) + settings[_ERROR] * GB
+    margin = min(plan.margin, 1 - with_error / (plan.budget_gb * GB))
+    settings["MEMFIT.PLAN.MARGIN"] = math.floor(1e4 * margin) / 1e4
     return replace(plan, settings=settings, cost_model=fit.description())
 
 
@@ -160,6 +167,14 @@ class CostFit:
         }
         return {f"MEMFIT.COST_MODEL.{key}": value for key, value in keys.items()}
 
+    def bytes_of(self, images: Sequence[Any]) -> float:
+        """The bytes that the sums predict for a micro-batch."""
+        return float(largest_sum(self.sums, self._features(images)))
+
+    def _features(self, images: Sequence[Any]) -> tuple[float, ...]:
+        shapes = np.array([(*size_of(image), len(image.get("instances", ()))) for image in images])
+        return MicroBatchShape.from_images(shapes).features(self._padding)
+
     def description(self) -> str:
         errors = [r.predicted(self.sums) / r.needs - 1 for r in self.runs]
         return (
@@ -187,9 +202,8 @@ class CostFit:
         dry_job = DryJob(job, self._device, evaluates=False)
         training = dry_job.training
         dry_job.training = replace(training, events=_of_micro_batch(training.events))
-        shapes = np.array([(*size_of(image), len(image.get("instances", ()))) for image in images])
         run = MeasuredMicroBatch(
-            MicroBatchShape.from_images(shapes).features(self._padding),
+            self._features(images),
             dry_job.least_bytes(),
             self._device.seconds_per_micro_batch
             + sum(self._device.seconds(training.work[phase]) for phase in ("forward", "backward")),

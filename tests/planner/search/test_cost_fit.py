@@ -6,11 +6,12 @@ import pytest
 
 from d2_memfit import Job, plan_memory
 from d2_memfit.config import load_cfg
+from d2_memfit.engine.window import ByteCutter
 from d2_memfit.errors import ConfigError
 from d2_memfit.iteration import MicroBatchShape, Padding, largest_sum
 from d2_memfit.job import WorstCase
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob
+from d2_memfit.planner.estimates import DryJob, margin_of, steps
 from d2_memfit.planner.search import CostFit
 from d2_memfit.planner.search.cost_fit import MeasuredMicroBatch, fitted, fitted_to_two
 from d2_memfit.planner.writing import describe_plan, planned, planned_yaml
@@ -98,17 +99,35 @@ def plan_of(cfg, lines=None, **kwargs):
 @pytest.mark.long  # fit, cut and config are each tested alone, too
 def test_a_plan_has_a_cost_model_on_request_and_its_config_cuts_by_it():
     cfg = cfg_of()
-    plan = plan_of(cfg)
+    plan = plan_of(cfg, budget_gb=1.9)
     assert "MEMFIT.MICRO_BATCH" in plan.settings  # how many of the largest images, for estimates
     assert "Windows are cut by predicted bytes" in describe_plan(plan)
     cost_model = Settings.from_cfg(planned(cfg, planned_yaml(cfg, plan)), 1).cost_model
     assert 1 <= len(cost_model.sums) <= 2
-    assert 0 < cost_model.limit_bytes <= BUDGET_GB * 0.9 * 2**30
+    assert 0 < cost_model.limit_bytes <= 1.9 * 0.9 * 2**30
     assert cost_model.overhead_pixels >= 0
     largest = MicroBatchShape.from_images(
         np.array([(320, 480, 40)] * plan.settings["MEMFIT.MICRO_BATCH"])
     )
     assert cost_model.bytes_of(largest, Padding(32)) < cost_model.limit_bytes * 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_the_cost_model_and_the_plan_agree_about_the_smallest_budget(num_images):
+    """The budget is just enough for micro-batches of one or two of the largest images."""
+    cfg, device = cfg_of(), DeviceModel.load("cuda")
+    keys = {"MEMFIT.MICRO_BATCH": num_images, "MEMFIT.BUDGET_GB": 4.0}
+    job = Job.from_cfg(cfg, batch=CASE).with_settings(keys)
+    needs = DryJob(job, device, evaluates=False).total_bytes()
+    budget_gb = margin_of(job, device).budget_bytes(needs) / 2**30 + 0.001
+    plan = plan_of(cfg, budget_gb=budget_gb)
+    planned_images = plan.settings["MEMFIT.MICRO_BATCH"]
+    assert planned_images >= num_images
+    settings = Settings.from_cfg(planned(cfg, planned_yaml(cfg, plan)), 1)
+    cutter = ByteCutter(settings.cost_model, steps.build(job)[0], grow_after=1)
+    window = np.array([[(320, 480, 40)] * 2 * planned_images])
+    assert [len(part) for part in cutter.quickest(window).parts(0)] == [planned_images] * 2
 
 
 @pytest.mark.slow

@@ -81,7 +81,11 @@ def test_more_memory_is_never_worse():
     assert_more_memory_is_never_worse("retinanet", 12, WAYS[:1])
 
 
+OFTEN = ("cpu", "retinanet")
+OTHERS = [pytest.param(name, marks=pytest.mark.exhaustive) for name in JOBS if name not in OFTEN]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", [*OFTEN, *OTHERS])
 def test_more_memory_is_never_worse_in_a_hundred_budgets(name):
     assert_more_memory_is_never_worse(name, 100)
