@@ -57,6 +57,7 @@ INTERNAL = {
     "a project is measured in a checkout: there is no \0",
     "no plan fits; \0 GB are needed",
     "the size of the result depends on values",
+    "low >= high",
     "these are not lists of the same images",
     "the last try returns or raises",
     "there are \0 tiles, and none has the number \0",

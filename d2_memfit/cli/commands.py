@@ -203,16 +203,15 @@ def _plan(args: argparse.Namespace) -> None:
         with output_file(args.output, "w") as file:
             file.write(text or planned_yaml(cfg, plan))
     text, next_step = describe_plan(plan), after_plan(args) if plan.fits else ""
-    status = 0 if plan.fits else _DOES_NOT_FIT
-    answer = {"text": text, "next": next_step, "status": status}
+    answer = {"text": text, "next": next_step, "status": 0 if plan.fits else _DOES_NOT_FIT}
     if plan.fits:
         named = [argparse.Namespace(**{**vars(args), "output": to}) for to in (None, FILE)]
         answer.update(zip(("next", "next of file"), map(after_plan, named)))
         answer["file"] = planned_yaml(cfg, plan)
     _keep(args, plan, plan.estimate, **answer)
     _print(args, plan, text, next_step)
-    if status:
-        sys.exit(status)
+    if not plan.fits:
+        sys.exit(_DOES_NOT_FIT)
 
 
 def _keep(args: argparse.Namespace, result: Any, estimate: MemoryEstimate, **answer: Any) -> None:
