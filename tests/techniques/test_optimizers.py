@@ -161,7 +161,7 @@ def test_a_predicted_time_has_what_ranks_send_of_a_step():
     slow_device = replace(device, host_bytes_per_s=device.host_bytes_per_s / 2)
     fast, slow = (DryJob(job, d, evaluates=False).seconds() for d in (device, slow_device))
     num_bytes = sum(p.nbytes for p in build_model(job.cfg).parameters())
-    assert slow - fast == pytest.approx(num_bytes / device.host_bytes_per_s)
+    assert slow - fast == pytest.approx(num_bytes / device.copied_bytes_per_s)
 
 
 def exchanged_on_rank(rank, pairs):
