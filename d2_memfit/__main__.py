@@ -26,7 +26,7 @@ def main() -> None:
             if answer is not None:
                 show_again(args, answer)
                 sys.exit(answer["status"])
-            reads = Reads()
+            reads = Reads(args)
     ignore_warnings_of_libraries()
     gc.disable()  # nothing that is imported is ever freed: to look for it takes a tenth of a plan
     from .cli.commands import main as run

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from types import FrameType
 from typing import Any, Optional
 
 from .. import __version__
@@ -37,6 +38,7 @@ _OF_TERMINALS = (
 )
 _EACH_SOURCE = ("detectron2", "d2_memfit", "fvcore")
 _SITE = f"{os.sep}site-packages{os.sep}"
+_STDLIB = os.path.dirname(os.__file__) + os.sep
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 _State = Optional[list[int]]  # of a file: when it was changed, and its size; None: not there
@@ -46,10 +48,12 @@ class Reads:
     """The files and folders that this process reads from now on, as they are at their first read.
 
     Attributes:
+        answer: the file for the answer. A command may change the environment, which is in its name.
         states: by path.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.answer = _file_of(args)
         self.states: dict[str, _State] = {}
         self._is_over = False
         sys.addaudithook(self._note)
@@ -59,8 +63,8 @@ class Reads:
             return
         path = args[0]
         writes = event == "open" and args[2] & _WRITES
-        imports = event != "open" and sys._getframe(1).f_code.co_filename.startswith("<frozen")
-        if isinstance(path, (str, os.PathLike)) and not writes and not imports:
+        looks_for_packages = event != "open" and _is_of_packages(sys._getframe(1))
+        if isinstance(path, (str, os.PathLike)) and not writes and not looks_for_packages:
             self.add(path)
 
     def add(self, path: Any) -> None:
@@ -72,13 +76,26 @@ class Reads:
         site, is_of_site, name = path.partition(_SITE)
         if is_of_site and not name.startswith(_EACH_SOURCE):
             path = site + _SITE.rstrip(os.sep)
-        elif path.startswith((os.__file__.rpartition(os.sep)[0] + os.sep, "/proc/", "/sys/")):
+        elif path.startswith((_STDLIB, "/proc/", "/sys/")):
             return
         if path not in self.states:
             self.states[path] = _state_of(path)
 
     def end(self) -> None:
         self._is_over = True
+
+
+def _is_of_packages(frame: Optional[FrameType]) -> bool:
+    """Whether an import, or a package that is not watched, looks into a folder."""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        of_site = name.partition(_SITE)[2]
+        if name.startswith(("<frozen importlib", f"{_STDLIB}importlib")) or of_site:
+            return not of_site.startswith(_EACH_SOURCE)
+        if not name.startswith((_STDLIB, "<")):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _state_of(path: str) -> _State:
@@ -99,7 +116,9 @@ def show_again(args: argparse.Namespace, answer: dict[str, Any]) -> None:
         exit_on_error(check_outputs)([args.output], files_read(args))
         with output_file(args.output, "w") as file:
             file.write(answer["file"])
-        next_step = answer["next of file"].replace(FILE, shlex.quote(str(args.output)))
+        written, _, train = answer["next of file"].partition("\n")
+        train = train.replace(FILE, shlex.quote(str(args.output)))
+        next_step = written.replace(FILE, str(args.output)) + "\n" + train
     again = f"From {answer['when']}: nothing has changed since. --no-cache computes it again"
     print(again, file=sys.stderr)
     print(answer["json"] if args.json else "\n\n".join(filter(None, [answer["text"], next_step])))
@@ -109,7 +128,10 @@ def known_answer(args: argparse.Namespace) -> Optional[dict[str, Any]]:
     """The answer to a command that was kept, if it still holds."""
     try:
         file = _file_of(args)
-        if args.no_cache or args.html or file.parent.stat().st_uid != os.getuid():
+        if args.no_cache:
+            return None
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # before its folder is read
+        if args.html or file.parent.stat().st_uid != os.getuid():
             return None
         kept = json.loads(file.read_text())
         holds = all(_state_of(path) == state for path, state in kept["states"].items())
@@ -133,7 +155,7 @@ def keep_answer(
     for path in more:
         reads.add(path)
     states = {k: state for k, state in reads.states.items() if not (state and _was_temporary(k))}
-    file = _file_of(args)
+    file = reads.answer
     when = time.strftime("%Y-%m-%d %H:%M")
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
