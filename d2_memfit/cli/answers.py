@@ -55,16 +55,21 @@ class Reads:
     def __init__(self, args: argparse.Namespace) -> None:
         self.answer = _file_of(args)
         self.states: dict[str, _State] = {}
+        self._written: set[str] = set()
         self._is_over = False
         sys.addaudithook(self._note)
 
     def _note(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._is_over or event not in ("open", "os.listdir", "os.scandir"):
+        if self._is_over or event not in ("open", "os.listdir", "os.scandir", "os.rename"):
             return
-        path = args[0]
-        writes = event == "open" and args[2] & _WRITES
-        looks_for_packages = event != "open" and _is_of_packages(sys._getframe(1))
-        if isinstance(path, (str, os.PathLike)) and not writes and not looks_for_packages:
+        path = args[1] if event == "os.rename" else args[0]
+        if not isinstance(path, (str, os.PathLike)):
+            return
+        if event == "os.rename" or (event == "open" and args[2] & _WRITES):
+            self._written.add(os.path.abspath(path))
+        elif os.path.isdir(path) if event == "open" else _is_of_packages(sys._getframe(1)):
+            return  # a folder that is opened is flushed, not listed
+        else:
             self.add(path)
 
     def add(self, path: Any) -> None:
@@ -82,7 +87,11 @@ class Reads:
             self.states[path] = _state_of(path)
 
     def end(self) -> None:
+        """Read no more, and forget what the command has written itself, and what is gone."""
         self._is_over = True
+        for path, state in [*self.states.items()]:
+            if path in self._written or (state and _was_temporary(path)):
+                del self.states[path]
 
 
 def _is_of_packages(frame: Optional[FrameType]) -> bool:
@@ -154,13 +163,12 @@ def keep_answer(
         return
     for path in more:
         reads.add(path)
-    states = {k: state for k, state in reads.states.items() if not (state and _was_temporary(k))}
     file = reads.answer
     when = time.strftime("%Y-%m-%d %H:%M")
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = file.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps({**answer, "when": when, "states": states}))
+        new.write_text(json.dumps({**answer, "when": when, "states": reads.states}))
         new.replace(file)
         kept = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
         for old in kept[:-_MOST_ANSWERS]:

@@ -42,7 +42,6 @@ class EvaluationOnHost(BooleanTechnique):
     tier = "exact"
     part = "evaluation"
     in_evaluation = True
-    only_phase = "evaluation"
     # Whether results are upsampled to the size of the image on the host, one mask at a time.
     key = "MEMFIT.EVALUATION.ON_HOST"
 

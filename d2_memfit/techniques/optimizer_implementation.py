@@ -29,7 +29,6 @@ class OptimizerImplementation(KeyTechnique):
     tier = "exact"
     part = "optimizer"
     gpu_only = True
-    only_phase = "optimizer"
     # "for-loop", "foreach" or "fused". "default" is PyTorch's choice for the device.
     key = "MEMFIT.OPTIMIZER.IMPLEMENTATION"
     off = "default"

@@ -65,8 +65,6 @@ class Technique:
         min_ranks: the number of ranks from which on it saves memory.
         uses_float16: whether a GPU computes in float16 with it.
         in_evaluation: whether an evaluation needs other memory with it.
-        only_phase: the only phase of a job in which it saves memory, "optimizer" or "evaluation";
-            "" for others.
         never_faster: of the tier "precision": whether no GPU is faster with it.
     """
 
@@ -78,7 +76,6 @@ class Technique:
     min_ranks: int = 1
     uses_float16: bool = False
     in_evaluation: bool = False
-    only_phase: str = ""
     never_faster: bool = False
 
     @classmethod

@@ -74,10 +74,14 @@ def test_a_plan_that_is_known_is_written_as_it_would_be(ask, tmp_path):
     assert knew
     assert text.splitlines()[-3:-1] == ["Written: my plan.yaml", "Next, train it:"]
     assert "--config-file 'my plan.yaml'" in text.splitlines()[-1]
+    assert ask("plan", "--card", "6GB")[1] is True  # files that it has written are not read
     planned = load_cfg(str(tmp_path / "my plan.yaml"))
     assert planned.MEMFIT.BUDGET_GB == 5.5
     ask("plan", "--card", "6GB", "--output", "other.yaml", "--no-cache")
     assert load_cfg(str(tmp_path / "other.yaml")) == planned
+    assert not ask("plan", "--card", "8GB", "--output", "other.yaml")[1]
+    assert ask("plan", "--card", "8GB", "--output", "other.yaml")[1]
+    assert ask("plan", "--card", "8GB")[1]
     (tmp_path / "taken.yaml").write_text("mine")
     command = [sys.executable, "-m", "d2_memfit", "plan", "--config-file", "tiny.yaml"]
     command += ["--device", "cuda", "--card", "6GB", "--output", "taken.yaml"]
@@ -105,7 +109,7 @@ def test_files_are_as_they_were_when_they_were_read(args, tmp_path):
     file.write_text("1")
     reads = Reads(args)
     file.read_text()
-    file.write_text("22")  # while the command runs
+    os.utime(file, (1, 1))  # another process changes it while the command runs
     keep_answer(args, reads, [str(missing)], {"text": "answer"})
     assert known_answer(args) is None
     reads = Reads(args)

@@ -215,12 +215,5 @@ class Timeline:
         gone = {event.allocation for event in until_then if isinstance(event, Free)}
         return {event.allocation for event in until_then} - gone
 
-    def peak_since(self, phase: str) -> int:
-        """The most bytes alive from a phase's first allocation on; 0 if it allocates nothing."""
-        phases = [event.phase for event in self._changes()]
-        if phase not in phases:
-            return 0
-        return int(np.cumsum(self.changes_bytes())[phases.index(phase) :].max())
-
     def _changes(self) -> list[Union[Allocate, Free]]:
         return [event for event in self.events if not isinstance(event, Convolution)]

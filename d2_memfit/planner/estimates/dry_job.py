@@ -187,14 +187,6 @@ class DryJob:
         """
         return max(use.total_bytes for use in self.uses(limit_bytes))
 
-    def phase_bytes(self, phase: str) -> int:
-        """Bytes that the process needs in a phase, "optimizer" or "evaluation", as far as known."""
-        timeline = self.evaluation if phase == "evaluation" else self.training
-        if timeline is None:
-            return 0
-        use = self.uses()[0]
-        return use.total_bytes - use.reserved_bytes + timeline.peak_since(phase)
-
     @cached_property
     def offloaded_bytes(self) -> int:
         """Page-locked RAM of a rank for offloaded activations.

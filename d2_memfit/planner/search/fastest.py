@@ -73,9 +73,8 @@ class Fastest:
         return choice_of(self._that_run((), self._trials.usable(names), least), least)
 
     def _helpful(self, names: Iterable[str]) -> list[str]:
-        """The techniques that change the job in a phase that may not fit."""
-        trials = self._trials
-        return [name for name in names if trials.can_decide(name) and trials.helps(name)]
+        """The techniques that change the job."""
+        return [name for name in names if self._trials.helps(name)]
 
     def _is_worth_it(self, rival: Choice, found: Choice) -> bool:
         return self._seconds(rival) < _WORTH_IT * self._seconds(found)

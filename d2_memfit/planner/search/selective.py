@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The choice for each block of a model: save, recompute or offload."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Optional
 
@@ -13,7 +14,7 @@ __all__ = ["BLOCKWISE", "with_best_blocks"]
 _CHECKPOINT, _OFFLOAD = BLOCKWISE = ("ActivationCheckpointing", "ActivationOffload")
 _WORTH_IT = 0.995  # share of the time; smaller gains are within the error of the prediction
 _DEAR = 0.9  # share of the time; with a smaller gain, a job without techniques gets none for speed
-_MOST_TRIALS = 6  # packings tried per micro-batch size
+_STEP = 0.03  # of the peak: blocks are packed to save so many steps, whatever the budget is
 
 
 def with_best_blocks(
@@ -55,7 +56,11 @@ def _blocks_in(choice: Choice) -> bool:
 def _fastest_blocks(
     trials: Trials, choice: Choice, num_images: int, allowed: Sequence[str], seconds: float
 ) -> Optional[Choice]:
-    """The fastest choice of blocks that fits and takes less than ``seconds``; None without one."""
+    """The first choice of blocks that fits, if it takes less than ``seconds``.
+
+    Choices save one step of the peak after another. They do not depend on the limit, so that more
+    memory makes none slower.
+    """
     names = [name for name in choice.names if name not in BLOCKWISE]
     plain = choice_of(names, num_images)
     likely_s = trials.interpolated_seconds(names, num_images)
@@ -64,32 +69,24 @@ def _fastest_blocks(
     dry_job = trials.dry_job(plain)
     blocks = blocks_of(dry_job.training, trials.device)
     allowed = [name for name in allowed if trials.helps(name)]
-    # Bytes that are not in the timeline's tensors: context, workspaces, rounding, model errors.
-    others = dry_job.training_bytes() - blocks.bytes_at.max()
-    best: Optional[Choice] = None
-    reserve = 0.0
-    fitted = set()
-    for _ in range(_MOST_TRIALS):
-        limit = trials.limit_bytes - others - reserve
-        packing = pack(blocks, limit, _CHECKPOINT in allowed, _OFFLOAD in allowed)
-        if packing is None or packing in fitted:
-            break
+    peak = float(blocks.bytes_at.max())
+    too_much = dry_job.training_bytes() - trials.limit_bytes
+    sizes = dry_job.job.geometry.micro_batch_sizes()
+    for step in range(max(math.ceil(too_much / (_STEP * peak)), 1), int(1 / _STEP)):
+        packing = pack(
+            blocks, peak * (1 - step * _STEP), _CHECKPOINT in allowed, _OFFLOAD in allowed
+        )
+        if packing is None:
+            return None
         more = packing.seconds - blocks.forward_s - blocks.backward_s
-        sizes = dry_job.job.geometry.micro_batch_sizes()
         if dry_job.seconds() + more * sum(sizes) / sizes[0] >= _WORTH_IT * seconds:
-            break
+            return None
         found = _choice(names, num_images, packing)
         if not trials.runs(found) or not trials.host_holds(found):
-            break
-        others = trials.dry_job(found).training_bytes() - packing.peak_bytes
+            return None
         if trials.fits(found):
-            fitted.add(packing)
-            if trials.dry_job(found).seconds() < _WORTH_IT * seconds:
-                best, seconds = found, trials.dry_job(found).seconds()
-        else:  # memory between the allocator's blocks, or evaluation
-            too_much = trials.dry_job(found).total_bytes() - trials.budget_bytes
-            reserve += max(0.01 * trials.limit_bytes, too_much / 2)
-    return best
+            return found if trials.dry_job(found).seconds() < _WORTH_IT * seconds else None
+    return None
 
 
 def _choice(names: Sequence[str], num_images: int, packing: Packing) -> Choice:

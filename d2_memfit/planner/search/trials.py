@@ -23,7 +23,6 @@ from ..estimates import DryJob, steps
 __all__ = ["Choice", "Trials", "choice_of", "preference"]
 
 _NO_LIMIT = 2**62
-_CLEARLY = 0.9  # of a limit; less memory than this fits, including memory between blocks
 
 # In each tier, the least costly or harmful comes first; users' techniques come last.
 _ORDER = {
@@ -173,11 +172,6 @@ class Trials:
         if not self.is_usable(name) or not self.runs(with_it):
             return False
         return self.dry_job(with_it).trace != self.dry_job(without).trace
-
-    def can_decide(self, name: str) -> bool:
-        """Whether a technique may be needed. One for a single phase is not if that phase fits."""
-        phase, without = get_technique(name).only_phase, self.dry_job(choice_of((), self.few))
-        return not phase or without.phase_bytes(phase) > _CLEARLY * self.limit_bytes
 
     @property
     def num_dry_runs(self) -> int:

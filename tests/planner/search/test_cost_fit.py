@@ -85,7 +85,7 @@ def test_the_optimizers_step_which_no_cut_changes_does_not_count():
     device = DeviceModel.load("cuda")
     fit = CostFit(job, device, Padding(32))
     whole = DryJob(job, device, evaluates=False)
-    assert whole.training.peak_since("optimizer") == sum(whole.training.peak().values())
+    assert "optimizer" in {a.phase for a in whole.training.alive_at_peak()}
     assert fit.runs[0].needs < whole.least_bytes() - 2**24
 
 
