@@ -27,7 +27,8 @@ from d2_memfit.planner.writing import planned_config
 from .common import machine, markdown_table
 
 _CASE = WorstCase((256, 384), 8)
-_ITERATIONS = 3
+_IMAGES = 4
+_ITERATIONS = 2
 _MOST_CPU_S = 600
 
 _MODELS = {
@@ -116,7 +117,8 @@ def train_at_edge(model: str, way: str, share: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         opts = [
             *("MODEL.DEVICE", "cpu", "MODEL.WEIGHTS", "", "OUTPUT_DIR", folder, "SEED", 1),
-            *("SOLVER.IMS_PER_BATCH", 4, "SOLVER.MAX_ITER", _ITERATIONS),
+            *("SOLVER.IMS_PER_BATCH", _IMAGES, "SOLVER.MAX_ITER", _ITERATIONS),
+            *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 64, "MEMFIT.NORMALIZERS.POLICY", "off"),
             *("SOLVER.BASE_LR", 1e-5, "DATASETS.TEST", (), "MEMFIT.MONITOR.PERIOD", 1),
         ]
         cfg = load_cfg(_MODELS[model], [*opts, *_R18, *_WAYS[way][1]])

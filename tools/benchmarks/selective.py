@@ -20,7 +20,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, steps
-from d2_memfit.planner.search import Choice, Trials, choice_of, with_best_blocks
+from d2_memfit.planner.search import Choice, Trials, choice_of, with_blocks
 
 from .common import CONFIG, machine, markdown_table, take_turns
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     plain, every = choice_of((), args.images), choice_of([_CHECKPOINT], args.images)
     least, most = (trials.dry_job(c).least_bytes() for c in (every, plain))
     trials.limit_bytes = int(most - args.share * (most - least))
-    chosen = with_best_blocks(trials, every, [args.images], [_CHECKPOINT])
+    chosen = with_blocks(trials, plain, [_CHECKPOINT])[0]
     print(f"{args.config_file}, {args.images} images of {size[0]} x {size[1]} pixels.")
     print(f"Limit {trials.limit_bytes / GB:.2f} GB. {machine()}.\n")
     print(trials.settings(chosen), "\n")

@@ -1,20 +1,19 @@
 # Copyright (c) the d2_memfit developers.
 """The search for the fastest choice that fits, with few dry runs."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Optional
 
 from ...techniques import TIERS, get_technique
 from ..estimates import DryJob
-from .selective import BLOCKWISE, with_best_blocks
+from .selective import BLOCKWISE, most_saved, with_blocks
 from .trials import Choice, Trials, choice_of
 
 __all__ = ["Fastest"]
 
-_WORTH_IT = 0.98  # a larger change must take less than this share of the time
-_DEAR = 0.9  # share of the time; with a smaller gain, a job without techniques gets none for speed
 _FAR = 1.3  # times the limit; a job that needs more may not fit with all techniques together
-_LITTLE = 0.1  # share of an image's memory; smaller savings do not allow a larger micro-batch
+_WORTH_IT = 0.98  # share of the time; a choice that takes more is not preferred to another
 
 _Names = tuple[str, ...]
 
@@ -22,8 +21,9 @@ _Names = tuple[str, ...]
 class Fastest:
     """Finds the fastest choice within a limit of memory that does the least harm.
 
-    A rival is tried only if it can win. Times are interpolated between micro-batch sizes, exact to
-    0.3%. Memory always comes from a dry run.
+    The limit decides which choices fit, and nothing else about the order in which they are
+    preferred, so that more memory makes none slower. A choice is tried only if it can win: times
+    are interpolated between micro-batch sizes, exact to 0.3%. Memory always comes from a dry run.
 
     Args:
         trials: makes the dry runs, and has the limit.
@@ -46,25 +46,20 @@ class Fastest:
         """
         exact, precision, recipes = (self._trials.names(t) if t in tiers else () for t in TIERS)
         least = self._least_images([tier for tier in tiers if tier != "recipe"])
-        start = choice_of((), self._images)
-        found = start if self._trials.fits(start) else self._with_some((), exact, least)
-        if found == start and prefer != "speed":
-            return start
-        if found is not None and prefer == "speed":
+        found = self._fastest((), exact, least)
+        if prefer == "speed" and precision:
             faster = tuple(name for name in precision if self._is_faster(name))
-            rival = self._with_some(faster, exact, least) if faster else None
-            if rival is not None and self._is_worth_it(rival, found):
+            rival = self._fastest(faster, (*precision, *exact), least)
+            if rival is not None and (
+                found is None or self._seconds(rival) < _WORTH_IT * self._seconds(found)
+            ):
                 found = rival
         if found is None:
             found = self._with_least_harm(precision, exact, least)
         if found is None and recipes:
             least = self._least_images(tiers)
             found = self._with_least_harm((*precision, *recipes), exact, least)
-        if found is None:
-            return None
-        blockwise = [name for name in BLOCKWISE if name in exact]
-        sizes = [n for n in self._sizes() if n >= least]
-        return with_best_blocks(self._trials, found, sizes, blockwise)
+        return found
 
     def smallest(self, tiers: Sequence[str]) -> Choice:
         """The choice with all techniques of these tiers."""
@@ -76,9 +71,6 @@ class Fastest:
         """The techniques that change the job."""
         return [name for name in names if self._trials.helps(name)]
 
-    def _is_worth_it(self, rival: Choice, found: Choice) -> bool:
-        return self._seconds(rival) < _WORTH_IT * self._seconds(found)
-
     def _least_images(self, tiers: Sequence[str]) -> int:
         return 1 if self._trials.micro_batch_tier in tiers else self._images
 
@@ -88,60 +80,31 @@ class Fastest:
         On a CPU this depends on its instructions, which the device model does not know.
         """
         can_be = self._trials.device.is_gpu and not get_technique(name).never_faster
-        if not can_be or not self._trials.helps(name):
+        with_it, without = choice_of((name,), self._images), choice_of((), self._images)
+        if not can_be or not self._trials.is_usable(name) or not self._trials.runs(with_it):
             return False
-        return self._added_seconds(name) < (_WORTH_IT - 1) * self._few().seconds()
+        return self._seconds(with_it) < _WORTH_IT * self._seconds(without)
 
-    def _with_some(self, lead: _Names, more: Sequence[str], least: int) -> Optional[Choice]:
-        """The fastest choice with all of ``lead``, and with some of ``more`` if these help."""
-        if not self._trials.runs(choice_of(lead, least)):
+    def _fastest(self, lead: _Names, more: Sequence[str], least: int) -> Optional[Choice]:
+        """The fastest choice that fits with all of ``lead`` and some of ``more``."""
+        all_at_once = choice_of(lead, self._images)
+        if self._trials.fits(all_at_once):
+            return all_at_once
+        if not self._trials.runs(all_at_once) or not self._trials.runs(choice_of(lead, least)):
             return None
-        fits = self._trials.fits(choice_of(lead, least))
-        names = lead if fits else self._cheapest(lead, more, least)
-        if names is None:
+        more = [name for name in more if name not in lead]
+        if self._trials.fits(choice_of(lead, least)):
+            best = choice_of(lead, self._most_images(lead, least))
+            if self._seconds(all_at_once) >= _WORTH_IT * self._seconds(best):
+                return best
+            return self._with_some(lead, more, least, best)
+        if not self._may_fit_with(lead, more, least):
             return None
-        best = choice_of(names, self._most_images(names, least))
-        if best.num_images == self._images:
-            return best
-        for rival in self._rivals(best, more):
-            num_images = self._most_images(rival, best.num_images)
-            with_more = choice_of(rival, num_images)
-            if num_images > best.num_images and self._is_worth_it(with_more, best):
-                best = self._without_what_is_not_needed(with_more, names)
-        return best
-
-    def _rivals(self, best: Choice, more: Iterable[str]) -> Iterator[_Names]:
-        """Techniques that may allow larger, and so faster, micro-batches."""
-        at_once_s = self._seconds_with(best.names, self._images)
-        enough_s = self._seconds(best) * (_WORTH_IT if best.names else _DEAR)
-        if at_once_s > enough_s:
-            return
-        one, two = (self._dry_job((), n).training_bytes() for n in (1, 2))
-        others = (n for n in more if n not in best.names and not get_technique(n).never_faster)
-        for name in self._helpful(others):
-            saved = one - self._dry_job((name,), 1).training_bytes()
-            may_win = at_once_s + self._added_seconds(name) < enough_s
-            if may_win and saved > _LITTLE * (two - one):
-                yield (*best.names, name)
-
-    def _cheapest(self, lead: _Names, more: Sequence[str], num_images: int) -> Optional[_Names]:
-        """``lead`` plus the techniques of ``more`` that make it fit in the least time."""
-        if not self._may_fit_with(lead, more, num_images):
-            return None
-        helpful = sorted(self._helpful(more), key=self._added_seconds)
-        alone = self._first_that_fits_alone(lead, helpful, num_images)
-        if alone is not None:  # only several that cost less together can be better than one
-            helpful = helpful[: helpful.index(alone)]
-        with_one = None if alone is None else (*lead, alone)
-        names = self._that_run(lead, helpful, num_images)
-        if names == lead or not self._trials.fits(choice_of(names, num_images)):
-            return with_one
-        for name in reversed(helpful):
-            without = tuple(n for n in names if n != name)
-            if name in names and self._trials.fits(choice_of(without, num_images)):
-                names = without
-        added = sum(self._added_seconds(name) for name in names if name not in lead)
-        return with_one if alone is not None and self._added_seconds(alone) < added else names
+        found = self._with_some(lead, more, least)
+        if found is None:
+            found = choice_of(self._that_run(lead, self._helpful(more), least), least)
+            found = self._without_what_is_not_needed(found, lead)
+        return found if self._trials.fits(found) else None
 
     def _may_fit_with(self, lead: _Names, more: Sequence[str], num_images: int) -> bool:
         """Whether some of ``more`` may be enough. If ``lead`` is far too large, all are tried."""
@@ -150,21 +113,57 @@ class Fastest:
         with_all = self._that_run(lead, self._trials.usable(more), num_images)
         return self._trials.fits(choice_of(with_all, num_images))
 
-    def _first_that_fits_alone(
-        self, lead: _Names, names: Iterable[str], num_images: int
-    ) -> Optional[str]:
-        """The first technique that makes ``lead`` fit without others; None if none does.
+    def _with_some(
+        self, lead: _Names, more: Sequence[str], least: int, best: Optional[Choice] = None
+    ) -> Optional[Choice]:
+        """The fastest choice that fits with some of ``more``; ``best`` if that is as fast."""
+        best_s = math.inf if best is None else self._seconds(best)
+        blockwise = [name for name in BLOCKWISE if name in more and self._trials.is_usable(name)]
+        for names, spare_s in self._levels(lead, more):
+            saved = most_saved(self._trials, choice_of(names, self._trials.few), blockwise)
+            of_blocks = 1.0  # factor of the time; larger micro-batches need as many, or more
+            for num_images in self._sizes(least):
+                plain_s = self._seconds_with(names, num_images)
+                enough_s = _WORTH_IT * best_s
+                needs = self._bytes_with(names, num_images) - saved * num_images / self._trials.few
+                can_fit = needs <= self._trials.limit_bytes
+                if not can_fit or plain_s * of_blocks >= enough_s + spare_s:
+                    continue
+                plain = choice_of(names, num_images)
+                found, seconds = with_blocks(self._trials, plain, blockwise, enough_s + spare_s)
+                of_blocks = seconds / plain_s
+                if found is not None and seconds >= enough_s:
+                    found = self._without_what_is_not_needed(found, lead)
+                if found is not None and self._seconds(found) < enough_s:
+                    best, best_s = found, self._seconds(found)
+        return None if best is None else self._without_what_is_not_needed(best, lead)
 
-        A technique is tried only if the memory that it saves without ``lead`` would be enough.
+    def _levels(self, lead: _Names, more: Iterable[str]) -> Iterator[tuple[_Names, float]]:
+        """``lead`` with more and more techniques that change no blocks, the cheapest first.
+
+        Each level takes noticeably longer than the one before. With it come the seconds that all
+        its techniques but the dearest may add to an iteration.
         """
-        needs = self._dry_job(lead, num_images).training_bytes()
-        without = self._few().training_bytes()
-        for name in names:
-            saved = (without - self._few(name).training_bytes()) * num_images / self._trials.few
-            is_enough = needs - saved <= self._trials.limit_bytes
-            if is_enough and self._trials.fits(choice_of((*lead, name), num_images)):
-                return name
-        return None
+        few = self._trials.few
+        others = self._trials.usable(n for n in more if n not in BLOCKWISE)
+        step_s = (1 - _WORTH_IT) * self._few().seconds()
+        every = choice_of((*lead, *others), few)
+        if self._trials.runs(every):  # most often all of them together take little
+            added_s = self._seconds(every) - self._seconds(choice_of(lead, few))
+            if added_s <= step_s:
+                yield every.names, max(added_s, 0)
+                return
+        saving = [name for name in self._helpful(others) if self._saved_bytes(name) > 0]
+        names, since_level_s, before_s = lead, 0.0, 0.0
+        for name in sorted(saving, key=self._added_seconds):
+            since_level_s += self._added_seconds(name)
+            if since_level_s > step_s and self._trials.runs(choice_of(names, few)):
+                yield names, before_s
+                since_level_s = self._added_seconds(name)
+            before_s = sum(self._added_seconds(n) for n in names if n not in lead)
+            names = (*names, name)
+        if self._trials.runs(choice_of(names, few)):
+            yield names, before_s
 
     def _with_least_harm(
         self, harmful: Sequence[str], more: Sequence[str], least: int
@@ -178,13 +177,18 @@ class Fastest:
             names = self._that_run(lead, more, least)
             if self._trials.fits(choice_of(names, least)):
                 needed = self._without_what_is_not_needed(choice_of(names, least), more)
-                return self._with_some(tuple(n for n in needed.names if n in lead), more, least)
+                return self._fastest(tuple(n for n in needed.names if n in lead), more, least)
         return None
 
     def _without_what_is_not_needed(self, choice: Choice, kept: Sequence[str]) -> Choice:
-        """Drop techniques outside ``kept`` that are not needed, most harmful first."""
+        """Drop techniques outside ``kept`` that are not needed, most harmful first.
+
+        The modules of a technique that has some are needed.
+        """
+        kept = (*kept, *dict(choice.modules))
         for name in [n for n in reversed(choice.names) if n not in kept]:
-            without = choice_of((n for n in choice.names if n != name), choice.num_images)
+            others = (n for n in choice.names if n != name)
+            without = choice_of(others, choice.num_images, choice.modules)
             if self._trials.fits(without):
                 choice = without
         return choice
@@ -201,7 +205,7 @@ class Fastest:
 
     def _most_images(self, names: _Names, least: int) -> int:
         """The largest micro-batch that fits, given that ``least`` fits."""
-        sizes = [n for n in self._sizes() if n >= least]
+        sizes = self._sizes(least)
         most, too_many = least, self._images + 1
         while True:
             between = [n for n in sizes if most < n < too_many]
@@ -213,19 +217,23 @@ class Fastest:
             else:
                 too_many = likely[-1]
 
-    def _sizes(self) -> list[int]:
+    def _sizes(self, least: int) -> list[int]:
         """The smallest micro-batch for each number of micro-batches in an iteration, sorted."""
         sizes = {-(-self._window // number) for number in range(1, self._window + 1)}
-        return sorted({min(size, self._images) for size in sizes})
+        return sorted({min(max(size, least), self._images) for size in sizes})
 
     def _bytes_with(self, names: _Names, num_images: int) -> float:
         """Predicted bytes, on a line through the two largest micro-batches that were tried."""
-        tried = self._trials.tried(names)
+        tried = {self._trials.few, *self._trials.tried(names)}
+        if num_images in tried:
+            return self._dry_job(names, num_images).training_bytes()
         two = sorted({1, 2, *tried})[-2:]
         (x1, y1), (x2, y2) = ((n, self._dry_job(names, n).training_bytes()) for n in two)
         return y2 + (y1 - y2) / (x1 - x2) * (num_images - x2)
 
     def _seconds_with(self, names: _Names, num_images: int) -> float:
+        if num_images in (self._trials.few, *self._trials.tried(names)):
+            return self._dry_job(names, num_images).seconds()
         for size in (1, 2):
             self._dry_job(names, size)
         seconds = self._trials.interpolated_seconds(names, num_images)
@@ -235,6 +243,10 @@ class Fastest:
     def _added_seconds(self, name: str) -> float:
         """Seconds that a technique alone adds to an iteration."""
         return self._few(name).seconds() - self._few().seconds()
+
+    def _saved_bytes(self, name: str) -> int:
+        """Bytes that a technique alone saves."""
+        return self._few().total_bytes() - self._few(name).total_bytes()
 
     def _few(self, *names: str) -> DryJob:
         """The dry run with which techniques are compared, or the one with some techniques."""

@@ -43,6 +43,11 @@ class Blocks:
     backward_s: float
     overlaps: Sequence[tuple[int, int]]
 
+    def least_bytes(self, recomputes: bool = True, offloads: bool = True) -> float:
+        """A bound of the peak with any packing."""
+        best = np.minimum(self.recomputed_bytes * recomputes, self.offloaded_bytes * offloads)
+        return float((self.bytes_at + np.minimum(best, 0).sum(axis=1)).max())
+
 
 @dataclass(frozen=True)
 class Packing:

@@ -85,7 +85,8 @@ def test_the_optimizers_step_which_no_cut_changes_does_not_count():
     device = DeviceModel.load("cuda")
     fit = CostFit(job, device, Padding(32))
     whole = DryJob(job, device, evaluates=False)
-    assert "optimizer" in {a.phase for a in whole.training.alive_at_peak()}
+    phases = {a.phase for a in whole.training.alive_at_peak()}
+    assert phases == {"setup"}  # which has a first step, with as much memory as later ones
     assert fit.runs[0].needs < whole.least_bytes() - 2**24
 
 

@@ -86,3 +86,19 @@ def test_nothing_is_chosen_where_there_is_room_and_nothing_where_nothing_helps()
     assert (packing.recomputed, packing.offloaded) == ((), ())
     assert packing.seconds == pytest.approx(blocks.forward_s + blocks.backward_s)
     assert pack(blocks, 300 * 2**20) is None
+
+
+@pytest.mark.parametrize(
+    ("allowed", "options"),
+    [
+        ((True, True), (SAVE, RECOMPUTE, OFFLOAD)),
+        ((True, False), (SAVE, RECOMPUTE)),
+        ((False, True), (SAVE, OFFLOAD)),
+    ],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_choice_needs_less_than_the_bound(seed, allowed, options):
+    blocks = random_blocks(seed)
+    least = blocks.least_bytes(*allowed)
+    assert best_seconds(blocks, 0.999 * least, options) is None
+    assert least < blocks.bytes_at.max()

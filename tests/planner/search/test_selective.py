@@ -12,7 +12,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob
-from d2_memfit.planner.search import BLOCKWISE, Planner, Trials, choice_of, with_best_blocks
+from d2_memfit.planner.search import BLOCKWISE, Planner, Trials, choice_of, with_blocks
 from d2_memfit.planner.search.block_memory import blocks_of
 from d2_memfit.planner.search.knapsack import pack
 from d2_memfit.planner.writing import planned, planned_yaml
@@ -73,7 +73,7 @@ def test_bytes_and_seconds_of_chosen_blocks_are_those_of_their_dry_run(halfway):
 def test_chosen_blocks_fit_and_take_less_time_than_all(halfway):
     assert halfway.fits(ALL)
     assert not halfway.fits(PLAIN)
-    found = with_best_blocks(halfway, ALL, [2], allowed(halfway))
+    found, _ = with_blocks(halfway, PLAIN, allowed(halfway))
     assert halfway.fits(found)
     seconds = [halfway.dry_job(c).seconds() for c in (PLAIN, found, ALL)]
     assert seconds[0] < seconds[1] < 0.95 * seconds[2]
@@ -84,13 +84,13 @@ def test_chosen_blocks_fit_and_take_less_time_than_all(halfway):
 
 
 @pytest.mark.slow
-def test_what_fits_with_all_images_is_left_alone(halfway):
-    # without a dry run of another choice
-    dry_jobs = {PLAIN: halfway.dry_job(PLAIN)}
-    halfway._dry_jobs, before = dry_jobs, halfway._dry_jobs
-    assert with_best_blocks(halfway, PLAIN, [1, 2], BLOCKWISE) == PLAIN
-    assert list(dry_jobs) == [PLAIN]
-    halfway._dry_jobs = before
+def test_blocks_that_take_too_long_are_not_wanted_and_what_fits_needs_none(halfway):
+    _, seconds = with_blocks(halfway, PLAIN, allowed(halfway))
+    none, at_least = with_blocks(halfway, PLAIN, allowed(halfway), 0.99 * seconds)
+    assert none is None
+    assert at_least == pytest.approx(seconds, rel=0.01)
+    assert with_blocks(halfway, ALL, []) == (ALL, halfway.dry_job(ALL).seconds())
+    assert with_blocks(halfway, PLAIN, []) == (None, float("inf"))
 
 
 @pytest.mark.slow
@@ -155,7 +155,6 @@ def test_more_memory_makes_no_choice_of_blocks_slower(halfway):
     seconds = []
     for share in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9):
         halfway.limit_bytes = int(least + share * (most - least))
-        found = with_best_blocks(halfway, ALL, [2], ["ActivationCheckpointing"])
-        seconds.append(halfway.dry_job(found).seconds())
+        seconds.append(with_blocks(halfway, PLAIN, ["ActivationCheckpointing"])[1])
     halfway.limit_bytes = limit
     assert seconds == pytest.approx(sorted(seconds, reverse=True), rel=0.02)
