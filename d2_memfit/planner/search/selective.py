@@ -53,10 +53,15 @@ def with_blocks(
 
 
 def most_saved(trials: Trials, plain: Choice, allowed: Sequence[str]) -> float:
-    """Bytes of a choice that its blocks can save at most."""
-    blocks = blocks_of(trials.dry_job(plain).training, trials.device)
+    """Bytes of a choice that its blocks, or an offload of all of the model, can save at most."""
+    dry_job = trials.dry_job(plain)
+    blocks = blocks_of(dry_job.training, trials.device)
     least = blocks.least_bytes(_CHECKPOINT in allowed, _OFFLOAD in allowed)
-    return float(blocks.bytes_at.max()) - least
+    saved = float(blocks.bytes_at.max()) - least
+    offloaded = choice_of((*plain.names, _OFFLOAD), plain.num_images)
+    if _OFFLOAD not in allowed or not trials.runs(offloaded):
+        return saved
+    return max(saved, dry_job.training_bytes() - trials.dry_job(offloaded).training_bytes())
 
 
 def _seconds_offloaded(trials: Trials, plain: Choice) -> float:
