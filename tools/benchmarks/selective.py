@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> None:
     plain, every = choice_of((), args.images), choice_of([_CHECKPOINT], args.images)
     least, most = (trials.dry_job(c).least_bytes() for c in (every, plain))
     trials.limit_bytes = int(most - args.share * (most - least))
-    chosen = with_blocks(trials, plain, [_CHECKPOINT])[0]
+    chosen, _ = with_blocks(trials, plain, [_CHECKPOINT])
+    assert chosen is not None  # all blocks fit
     print(f"{args.config_file}, {args.images} images of {size[0]} x {size[1]} pixels.")
     print(f"Limit {trials.limit_bytes / GB:.2f} GB. {machine()}.\n")
     print(trials.settings(chosen), "\n")

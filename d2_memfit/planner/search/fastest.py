@@ -153,17 +153,33 @@ class Fastest:
             if added_s <= step_s:
                 yield every.names, max(added_s, 0)
                 return
-        saving = [name for name in self._helpful(others) if self._saved_bytes(name) > 0]
-        names, since_level_s, before_s = lead, 0.0, 0.0
-        for name in sorted(saving, key=self._added_seconds):
+        level, names, since_level_s, before_s = lead, lead, 0.0, 0.0
+        for name in sorted(self._that_save(lead, others), key=self._added_seconds):
             since_level_s += self._added_seconds(name)
-            if since_level_s > step_s and self._trials.runs(choice_of(names, few)):
-                yield names, before_s
+            if since_level_s > step_s:
+                if names == lead or self._saves(names, level):
+                    yield names, before_s
+                    level = names
+                elif level == lead:
+                    yield lead, 0.0
                 since_level_s = self._added_seconds(name)
             before_s = sum(self._added_seconds(n) for n in names if n not in lead)
             names = (*names, name)
-        if self._trials.runs(choice_of(names, few)):
+        if names == lead or self._saves(names, level):
             yield names, before_s
+
+    def _saves(self, names: _Names, others: _Names) -> bool:
+        """Whether the job runs with some techniques, and needs less memory than with others."""
+        one, other = (choice_of(n, self._trials.few) for n in (names, others))
+        if not self._trials.runs(one):
+            return False
+        return self._trials.dry_job(one).total_bytes() < self._trials.dry_job(other).total_bytes()
+
+    def _that_save(self, lead: _Names, names: Iterable[str]) -> list[str]:
+        """The techniques that save memory alone; all that help, if together they save more."""
+        helpful = self._helpful(names)
+        saving = [name for name in helpful if self._saves((name,), ())]
+        return helpful if self._saves((*lead, *helpful), (*lead, *saving)) else saving
 
     def _with_least_harm(
         self, harmful: Sequence[str], more: Sequence[str], least: int
@@ -243,10 +259,6 @@ class Fastest:
     def _added_seconds(self, name: str) -> float:
         """Seconds that a technique alone adds to an iteration."""
         return self._few(name).seconds() - self._few().seconds()
-
-    def _saved_bytes(self, name: str) -> int:
-        """Bytes that a technique alone saves."""
-        return self._few().total_bytes() - self._few(name).total_bytes()
 
     def _few(self, *names: str) -> DryJob:
         """The dry run with which techniques are compared, or the one with some techniques."""

@@ -356,9 +356,9 @@ def test_a_technique_that_changes_nothing_is_no_help(monkeypatch):
     ("budget_gb", "tiers", "most"),
     [
         (24, "exact", 1),
-        (3.5, "exact", 16),
-        (3.5, "exact,precision", 16),
-        (1.6, "exact", 18),
+        (3.5, "exact", 18),
+        (3.5, "exact,precision", 18),
+        (1.6, "exact", 20),
         (0.9, "exact,precision", 5),  # does not fit
     ],
 )
