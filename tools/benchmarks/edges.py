@@ -13,6 +13,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,32 +75,26 @@ def run(args: argparse.Namespace) -> None:
                 if args.output is not None:
                     with args.output.open("a") as file:
                         file.write(json.dumps(lines[-1]) + "\n")
-    planned = [line for line in lines if line.get("fits")]
-    rows = [
-        [
-            *(line["model"], line["way"], f"{line['share']:.0%}"),
-            *(f"{line.get(key, 0):.2f}" for key in ("budget_gb", "chance", "used")),
-            "; ".join(f"{k} {v}" for k, v in line.get("settings", {}).items()),
-            line["errors"],
-            "yes" if line["finished"] else "no",
-        ]
-        for line in planned
-    ]
-    header = [
-        "model",
-        "with",
-        "budget / need",
-        "budget, GB",
-        "chance",
-        "most used / budget",
-        "plan",
-    ]
-    print(markdown_table([*header, "out of memory", "finished"], rows))
-    print(
-        f"\n{len(planned)} of {len(lines)} plans fit. "
-        f"{sum(bool(line['errors']) for line in planned)} of them had an out-of-memory error, "
-        f"{sum(not line['finished'] for line in planned)} did not finish. {machine()}"
-    )
+    print(_report(lines))
+    print(f"\n{machine()}")
+
+
+def _report(lines: Sequence[dict[str, Any]]) -> str:
+    """A table with a row for each way and share, of all models."""
+    rows = []
+    for way, (shares, _) in _WAYS.items():
+        for share in shares:
+            alike = [x for x in lines if (x["way"], x["share"]) == (way, share)]
+            run = [x for x in alike if x["fits"]]
+            spans = [
+                f"{min(values):.2f} to {max(values):.2f}" if values else ""
+                for values in ([x[key] for x in run if key in x] for key in ("chance", "used"))
+            ]
+            failed = sum(x["errors"] > 0 for x in run), sum(not x["finished"] for x in run)
+            rows.append([way or "nothing", f"{share:.0%}", f"{len(run)} of {len(alike)}"])
+            rows[-1] += [*spans, *map(str, failed)]
+    header = ["with", "budget / need", "plans run", "chance", "most used / budget"]
+    return markdown_table([*header, "out of memory", "not finished"], rows)
 
 
 def _in_its_process(model: str, way: str, share: float) -> dict[str, Any]:

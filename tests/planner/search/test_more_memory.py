@@ -43,7 +43,7 @@ def choices(job, device, tiers, prefer, num_budgets):
     fastest = Fastest(trials)
     start = choice_of((), job.geometry.largest_micro_batch)
     margin = margin_of(job, device)
-    least = 0.98 * margin.budget_bytes(trials.dry_job(fastest.smallest(tiers)).least_bytes())
+    least = 0.9 * margin.budget_bytes(trials.dry_job(fastest.smallest(tiers)).least_bytes())
     most = 1.02 * margin.budget_bytes(trials.dry_job(start).total_bytes())
     for i in range(num_budgets):
         trials.budget_bytes = least + (most - least) * i / (num_budgets - 1)
