@@ -92,7 +92,7 @@ def test_the_estimate_is_of_the_largest_scale():
     [
         ("boxes", torch.float64, slice(None), 1e-10),
         ("boxes", torch.float64, slice(0), 1e-10),  # rfdetr divides by 1 then
-        ("masks", torch.float32, slice(None), 2e-5),
+        ("masks", torch.float32, slice(None), 1e-4),  # 7e-6 to 2e-5, by CPU
     ],
 )
 def test_micro_batches_have_the_gradients_of_the_full_batch(

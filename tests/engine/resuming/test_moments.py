@@ -77,6 +77,14 @@ at(COCOEvaluator, "process", lambda *_: "evaluation")
 at(COCOEvaluator, "evaluate", lambda *_: "results")
 """
 
+# TorchScript optimises a function after its first call, so a resumed run would differ in a bit.
+EAGER = """
+from detectron2.modeling.meta_arch import retinanet
+from fvcore.nn import sigmoid_focal_loss
+
+retinanet.sigmoid_focal_loss_jit = sigmoid_focal_loss
+"""
+
 LOST = "error: the connection to another rank is lost"
 KILLED = "error: rank 1 of this machine was ended with SIGKILL"
 WORKER = "error: .*a worker was killed"
@@ -102,7 +110,7 @@ def command_of(folder, coins, name, ranks, **keys):
 def run_command(command, printed, injection):
     """The status of a command, what it printed, and the seconds after the injection."""
     job = Forked(
-        ["-c", (INJECTION if injection else "") + FORKED_RANKS, *command],
+        ["-c", EAGER + (INJECTION if injection else "") + FORKED_RANKS, *command],
         printed,
         env={"INJECTION": injection, "OMP_NUM_THREADS": "1"},
     )
