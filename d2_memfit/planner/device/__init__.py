@@ -2,4 +2,5 @@
 """Devices as data: allocator, workspaces, context."""
 
 from .allocators import *
+from .cpu import *
 from .device_model import *

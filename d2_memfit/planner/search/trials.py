@@ -16,13 +16,14 @@ from ...errors import MemfitError
 from ...job import Job
 from ...memory import available_host_bytes
 from ...techniques import TECHNIQUES, TIERS, get_technique
-from ..device import DeviceModel
+from ..device import DeviceModel, slowdown_of_16_bits
 from ..dry_run import Timeline, one_line_errors
 from ..estimates import DryJob, steps
 
 __all__ = ["Choice", "Trials", "choice_of", "preference"]
 
 _NO_LIMIT = 2**62
+_MOST_SLOWDOWN = 2.0  # of 16 bits on a CPU; without instructions for them it is 20 to 100
 
 # In each tier, the least costly or harmful comes first; users' techniques come last.
 _ORDER = {
@@ -288,6 +289,12 @@ class Trials:
             card = self.device.description
             self._leave_out(f"{name}: left out, float16 is known to fail on {card}")
             return False
+        if technique.uses_float16 and not self.device.is_gpu:
+            slowdown = slowdown_of_16_bits()
+            if slowdown > _MOST_SLOWDOWN:
+                times = f"{slowdown:.0f} times slower than 32 bits"
+                self._leave_out(f"{name}: left out, 16 bits are {times} on this CPU")
+                return False
         try:
             with one_line_errors():
                 settings = technique.enabling_settings(self.job.cfg)

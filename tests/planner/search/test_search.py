@@ -11,6 +11,7 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, in_words, steps
+from d2_memfit.planner import search
 from d2_memfit.planner.search import Trials
 from d2_memfit.planner.writing import describe_plan, planned_config, why_it_does_not_fit
 
@@ -125,6 +126,17 @@ def test_float16_is_not_planned_where_it_is_known_to_fail(mask):
 def test_on_a_cpu_16_bits_are_for_what_does_not_fit_otherwise(mask):
     p = plan(mask, 24, device="cpu")
     assert p.steps == ()
+
+
+@pytest.mark.parametrize(("slowdown", "is_usable"), [(0.3, True), (80.0, False)])
+def test_a_cpu_without_instructions_for_16_bits_has_no_plan_with_them(
+    mask, monkeypatch, slowdown, is_usable
+):
+    monkeypatch.setattr(search.trials, "slowdown_of_16_bits", lambda: slowdown)
+    trials = Trials(Job.from_cfg(mask, batch=SMALL), DeviceModel.load("cpu"), evaluates=False)
+    assert trials.is_usable("MixedPrecision") == is_usable
+    said = "MixedPrecision: left out, 16 bits are 80 times slower than 32 bits on this CPU"
+    assert trials.left_out == ([] if is_usable else [said])
 
 
 def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
