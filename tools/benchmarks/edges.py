@@ -30,8 +30,8 @@ from d2_memfit.planner.writing import planned_config
 
 from .common import machine, markdown_table
 
-_CASE = WorstCase((640, 800), 4)
-_FEW_PIXELS = WorstCase((192, 256), 4)
+_CASE = WorstCase((480, 640), 4)
+_FEW_PIXELS = WorstCase((128, 192), 4)
 _IMAGES = 2
 _ITERATIONS = 2
 _MOST_CPU_S = 600
@@ -48,11 +48,11 @@ _MODELS = {
 }
 _R18 = ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
 _WAYS: dict[str, tuple[tuple[float, ...], list[Any]]] = {
-    "": ((0.9, 0.95, 1.0), []),
-    "moving average": ((0.95, 1.0), ["MEMFIT.EMA_DECAY", 0.999]),
-    "8-bit states": ((0.95, 1.0), ["MEMFIT.OPTIMIZER.STATES_8BIT", True]),
+    "": ((0.9, 0.95, 0.97, 1.0), []),
+    "moving average": ((0.97, 1.0), ["MEMFIT.EMA_DECAY", 0.999]),
+    "8-bit states": ((0.97, 1.0), ["MEMFIT.OPTIMIZER.STATES_8BIT", True]),
     "bfloat16": ((1.0,), ["SOLVER.AMP.ENABLED", True, "MEMFIT.AMP_DTYPE", "bfloat16"]),
-    "checkpointing": ((0.95, 1.0), ["MEMFIT.CHECKPOINT.MODULES", ["backbone.bottom_up"]]),
+    "checkpointing": ((0.95, 0.97, 1.0), ["MEMFIT.CHECKPOINT.MODULES", ["backbone.bottom_up"]]),
     "offload": ((1.0,), ["MEMFIT.OFFLOAD.MODULES", ["backbone.bottom_up"]]),
 }
 

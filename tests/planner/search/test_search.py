@@ -9,9 +9,9 @@ from d2_memfit import estimate_memory, plan_memory
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job, WorstCase
+from d2_memfit.planner import search
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, in_words, steps
-from d2_memfit.planner import search
 from d2_memfit.planner.search import Trials
 from d2_memfit.planner.writing import describe_plan, planned_config, why_it_does_not_fit
 
