@@ -18,6 +18,7 @@ from d2_memfit.planner.estimates import steps
 pytest.importorskip("rfdetr")
 lightning = pytest.importorskip("pytorch_lightning")
 from rfdetr.config import MultiScale, RFDETRNanoConfig, RFDETRSegNanoConfig, TrainConfig  # noqa: E402
+from rfdetr.models import criterion  # noqa: E402
 from rfdetr.training import RFDETRModelModule  # noqa: E402
 from rfdetr.utilities.tensors import collate_fn  # noqa: E402
 from window_module import Columns, WindowModule, job_of  # noqa: E402
@@ -192,7 +193,10 @@ def test_micro_batches_train_what_rfdetr_trains(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_an_injected_error_leaves_no_trace(kind, tmp_path):
+def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
+    # TorchScript optimises a function after its first call, and a sum may differ in a bit.
+    for name in ("dice_loss", "sigmoid_ce_loss"):
+        monkeypatch.setattr(criterion, f"{name}_jit", getattr(criterion, name))
     options = {"config": {"kind": kind}, "device": "cpu", "memfit": {"oom": {"policy": "split"}}}
     counting = Injector([10**9])
     # Later steps may have others, when TorchScript has optimized what it has seen.
