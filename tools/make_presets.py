@@ -84,14 +84,20 @@ def transformers_job(model: str, opts: Sequence[Any] = ()) -> Job:
     return Job.from_trainer(Trainer, load_cfg(str(file), opts, [add_transformers_config]), 1)
 
 
+class _WithoutBitsandbytes(Planner):
+    """Plans that need no package that only some users have."""
+
+    def is_usable(self, name: str) -> bool:
+        return name != "EightBitOptimizerStates" and super().is_usable(name)
+
+
 def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
     """Plans by the end of their preset's name, such as "6GB" and "6GB_amp".
 
-    Left out are cards on which the model fits with the settings of the card before; plans with AMP
-    that are no faster than the exact one; and those that need bitsandbytes, which not everybody
-    has.
+    Left out are cards on which the model fits with the settings of the card before, and plans with
+    AMP that are no faster than the exact one.
     """
-    planner = Planner(job, DeviceModel.load("cuda"))
+    planner = _WithoutBitsandbytes(job, DeviceModel.load("cuda"))
     before: dict[str, dict[str, Any]] = {}
     for card in cards:
         for ending, (tiers, prefer) in PLANS.items():
@@ -100,9 +106,7 @@ def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
             settings = {k: v for k, v in plan.settings.items() if k != "MEMFIT.BUDGET_GB"}
             is_new = settings != before.get(ending)
             is_exact = tiers_of(plan) in ([], ["exact"])
-            needs_more = "MEMFIT.OPTIMIZER.STATES_8BIT" in settings
-            fits = plan.fits
-            if fits and is_new and is_exact == (ending == "") and not needs_more:
+            if plan.fits and is_new and is_exact == (ending == ""):
                 before[ending] = settings
                 yield name, plan
 

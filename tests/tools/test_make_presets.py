@@ -89,6 +89,11 @@ def test_a_preset_needs_what_its_file_says():
         pytest.param(
             "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x", "4GB", marks=pytest.mark.exhaustive
         ),
+        pytest.param(
+            "COCO-InstanceSegmentation/mask_rcnn_shufflenet_v2_x1_0_FPN_3x",
+            "4GB",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_preset_is_what_its_plan_says(model, card):

@@ -121,8 +121,12 @@ def _case_of(cfg: Any) -> WorstCase:
 
 
 def train_at_edge(model: str, way: str, share: float) -> dict[str, Any]:
-    """Plan a job for a share of what it needs, and train it for some iterations."""
-    torch.set_flush_denormal(True)  # random weights make many, which take 20 times as long
+    """Plan a job for a share of what it needs, and train it for some iterations.
+
+    Random weights make numbers that are too small or too large. Denormal ones, which take 20 times
+    as long, are flushed to zero, and images are scaled down.
+    """
+    torch.set_flush_denormal(True)
     resource.setrlimit(resource.RLIMIT_CPU, (_MOST_CPU_S, _MOST_CPU_S))
     with tempfile.TemporaryDirectory() as folder:
         opts = [

@@ -289,12 +289,10 @@ class Trials:
             card = self.device.description
             self._leave_out(f"{name}: left out, float16 is known to fail on {card}")
             return False
-        if technique.uses_float16 and not self.device.is_gpu:
-            slowdown = slowdown_of_16_bits()
-            if slowdown > _MOST_SLOWDOWN:
-                times = f"{slowdown:.0f} times slower than 32 bits"
-                self._leave_out(f"{name}: left out, 16 bits are {times} on this CPU")
-                return False
+        is_cpu = not self.device.is_gpu
+        if technique.uses_float16 and is_cpu and slowdown_of_16_bits() > _MOST_SLOWDOWN:
+            self._leave_out(f"{name}: left out, this CPU is slower with 16 bits than with 32")
+            return False
         try:
             with one_line_errors():
                 settings = technique.enabling_settings(self.job.cfg)
