@@ -36,6 +36,7 @@ __all__ = [
     "default_store",
     "dump_memory_snapshot",
     "has_communication_hooks",
+    "has_kernels_for_bfloat16",
     "is_in_backward",
     "is_loader_worker",
     "know_as_builtin",
@@ -141,6 +142,11 @@ def know_as_builtin(function: Any, original: Any) -> None:
 def has_communication_hooks(model: DistributedDataParallel) -> bool:
     """Whether the user has registered communication hooks, such as fp16_compression."""
     return bool(model._comm_hooks)
+
+
+def has_kernels_for_bfloat16() -> bool:
+    """Whether oneDNN has kernels for bfloat16 on this CPU. Without them PyTorch is far slower."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Each private name of PyTorch that d2_memfit uses: it is there, and does what it is used for."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -50,6 +52,7 @@ NAMES = {
     # operators of ATen and torchvision
     "torch.ops.aten._reshape_alias.default": None,
     "torch.ops.aten._to_copy.default": None,
+    "torch.ops.mkldnn._is_mkldnn_bf16_supported": (),
     "torch.ops.aten._unsafe_view.default": None,
     "torch.ops.torchvision._deform_conv2d_backward": None,
 }
@@ -102,6 +105,15 @@ def test_a_name_that_moved_is_named_with_the_release_that_had_it():
     pair = "torch.nn.modules.utils._pair"
     assert "takes no ('one', 'two', 'three')" in moved(pair, ("one", "two", "three"))
     assert not moved(pair, ("one",))
+
+
+def test_kernels_for_bfloat16_follow_the_instructions_of_the_cpu():
+    info = Path("/proc/cpuinfo")
+    flags = set(info.read_text().split()) if info.exists() else set()
+    if "avx512bw" in flags:
+        assert torch_private.has_kernels_for_bfloat16()
+    elif "avx2" in flags and "avx_ne_convert" not in flags:
+        assert not torch_private.has_kernels_for_bfloat16()
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, lambda *a: nn.CrossEntropyLoss(a[2])(*a[:2])])

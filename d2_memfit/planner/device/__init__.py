@@ -2,5 +2,4 @@
 """Devices as data: allocator, workspaces, context."""
 
 from .allocators import *
-from .cpu import *
 from .device_model import *

@@ -11,19 +11,18 @@ from detectron2.layers import NaiveSyncBatchNorm
 from torch import nn
 
 from ...common.units import GB
-from ...compat.pytorch import BatchNorm
+from ...compat.pytorch import BatchNorm, has_kernels_for_bfloat16
 from ...errors import MemfitError
 from ...job import Job
 from ...memory import available_host_bytes
 from ...techniques import TECHNIQUES, TIERS, get_technique
-from ..device import DeviceModel, slowdown_of_16_bits
+from ..device import DeviceModel
 from ..dry_run import Timeline, one_line_errors
 from ..estimates import DryJob, steps
 
 __all__ = ["Choice", "Trials", "choice_of", "preference"]
 
 _NO_LIMIT = 2**62
-_MOST_SLOWDOWN = 2.0  # of 16 bits on a CPU; without instructions for them it is 20 to 100
 
 # In each tier, the least costly or harmful comes first; users' techniques come last.
 _ORDER = {
@@ -289,9 +288,8 @@ class Trials:
             card = self.device.description
             self._leave_out(f"{name}: left out, float16 is known to fail on {card}")
             return False
-        is_cpu = not self.device.is_gpu
-        if technique.uses_float16 and is_cpu and slowdown_of_16_bits() > _MOST_SLOWDOWN:
-            self._leave_out(f"{name}: left out, this CPU is slower with 16 bits than with 32")
+        if technique.uses_float16 and not (self.device.is_gpu or has_kernels_for_bfloat16()):
+            self._leave_out(f"{name}: left out, PyTorch has no fast 16 bits on this CPU")
             return False
         try:
             with one_line_errors():

@@ -128,14 +128,12 @@ def test_on_a_cpu_16_bits_are_for_what_does_not_fit_otherwise(mask):
     assert p.steps == ()
 
 
-@pytest.mark.parametrize(("slowdown", "is_usable"), [(0.3, True), (80.0, False)])
-def test_a_cpu_without_instructions_for_16_bits_has_no_plan_with_them(
-    mask, monkeypatch, slowdown, is_usable
-):
-    monkeypatch.setattr(search.trials, "slowdown_of_16_bits", lambda: slowdown)
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_a_cpu_without_kernels_for_16_bits_has_no_plan_with_them(mask, monkeypatch, is_usable):
+    monkeypatch.setattr(search.trials, "has_kernels_for_bfloat16", lambda: is_usable)
     trials = Trials(Job.from_cfg(mask, batch=SMALL), DeviceModel.load("cpu"), evaluates=False)
     assert trials.is_usable("MixedPrecision") == is_usable
-    said = "MixedPrecision: left out, this CPU is slower with 16 bits than with 32"
+    said = "MixedPrecision: left out, PyTorch has no fast 16 bits on this CPU"
     assert trials.left_out == ([] if is_usable else [said])
 
 
