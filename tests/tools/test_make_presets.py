@@ -122,3 +122,4 @@ def documented():
 
 def test_all_presets_are_documented():
     assert sorted(documented()) == sorted(NAMES)
+    assert f"has {len(NAMES)} presets" in (ROOT / "docs" / "PRESETS.md").read_text()
