@@ -1,8 +1,10 @@
 # Copyright (c) the d2_memfit developers.
-"""Answers of estimate and plan, kept to be shown again at once, without PyTorch.
+"""What commands estimate and plan find, kept for the next ones.
 
-An answer is shown again if the question, the environment, and all files and folders are the same
-that Python read for it, sources included. Packages of site-packages count as the same until one is
+An answer is shown again at once, without PyTorch, if the question, the environment, and all files
+and folders are the same that Python read for it, sources included. Another question about the same
+job, such as one with another budget, takes the dry runs of the earlier ones, on the same
+conditions. Packages of site-packages count as the same until one is
 installed or removed; of Detectron2, fvcore and d2_memfit each source counts. Answers about a CPU
 are not kept, because they start from the memory of the process, and neither are measured ones.
 """
@@ -17,7 +19,8 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
@@ -25,12 +28,25 @@ from typing import Any, Optional
 from .. import __version__
 from .command_line import files_read
 
-__all__ = ["FILE", "Reads", "keep_answer", "known_answer", "show_again"]
+__all__ = [
+    "FILE",
+    "Reads",
+    "keep_answer",
+    "keep_dry_runs",
+    "known_answer",
+    "known_dry_runs",
+    "show_again",
+]
 
 FILE = "PLAN_FILE"  # stands for --output in an answer's next command
 
-_MOST_ANSWERS = 64  # the oldest go
+_MOST = {"answers": 64, "dry_runs": 16}  # files; the oldest go
 _OTHERS = ("output", "html", "json", "no_cache", "reads")  # they do not change an answer
+_OF_ANSWERS = (  # they change an answer, but no dry run
+    *("command", "device", "card", "budget", "allow", "prefer", "cost_model"),
+    *("training_only", "inference_only"),
+)
+_STATES = "states"
 # Variables of a terminal and a login, which change nothing.
 _OF_TERMINALS = (
     *("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID", "_"),
@@ -48,12 +64,13 @@ class Reads:
     """The files and folders that this process reads from now on, as they are at their first read.
 
     Attributes:
-        answer: the file for the answer. A command may change the environment, which is in its name.
+        answer, dry_runs: files for what is found. A command may change the environment, which is
+            in their names.
         states: by path.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.answer = _file_of(args)
+        self.answer, self.dry_runs = _file_of(args, "answers"), _file_of(args, "dry_runs")
         self.states: dict[str, _State] = {}
         self._written: set[str] = set()
         self._is_over = False
@@ -81,7 +98,7 @@ class Reads:
         site, is_of_site, name = path.partition(_SITE)
         if is_of_site and not name.startswith(_EACH_SOURCE):
             path = site + _SITE.rstrip(os.sep)
-        elif path.startswith((_STDLIB, "/proc/", "/sys/")):
+        elif path.startswith((_STDLIB, "/proc/", "/sys/", str(self.answer.parents[1]))):
             return
         if path not in self.states:
             self.states[path] = _state_of(path)
@@ -136,14 +153,13 @@ def show_again(args: argparse.Namespace, answer: dict[str, Any]) -> None:
 def known_answer(args: argparse.Namespace) -> Optional[dict[str, Any]]:
     """The answer to a command that was kept, if it still holds."""
     try:
-        file = _file_of(args)
+        file = _file_of(args, "answers")
         if args.no_cache:
             return None
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # before its folder is read
-        if args.html or file.parent.stat().st_uid != os.getuid():
+        if args.html or not _is_ours(file.parent):
             return None
         kept = json.loads(file.read_text())
-        holds = all(_state_of(path) == state for path, state in kept["states"].items())
+        holds = _hold(kept[_STATES])
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         return None
     is_python = str(getattr(args, "output", None)).endswith(".py")  # a LazyConfig is written anew
@@ -155,6 +171,8 @@ def keep_answer(
 ) -> None:
     """Keep an answer to a command; silently not, if the cache's folder cannot be written.
 
+    From now on, ``reads`` is over.
+
     Args:
         more: files and folders on which it depends, whether they are there or not.
     """
@@ -163,24 +181,69 @@ def keep_answer(
         return
     for path in more:
         reads.add(path)
-    file = reads.answer
-    when = time.strftime("%Y-%m-%d %H:%M")
+    kept = {**answer, "when": time.strftime("%Y-%m-%d %H:%M"), _STATES: reads.states}
+    _write(reads.answer, lambda new: new.write_text(json.dumps(kept)))
+
+
+def known_dry_runs(args: argparse.Namespace, reads: Reads) -> dict[str, bytes]:
+    """The dry runs of the same job that were kept, if they still hold.
+
+    Files on which they depend are added to ``reads``.
+    """
+    if args.no_cache or args.probe:
+        return {}
+    try:
+        with zipfile.ZipFile(reads.dry_runs) as file:
+            kept = {name: file.read(name) for name in file.namelist()}
+        states = json.loads(kept.pop(_STATES))
+        holds = _is_ours(reads.dry_runs.parent) and _hold(states)
+    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile):
+        return {}
+    if not holds:
+        return {}
+    reads.states.update(states)
+    return kept
+
+
+def keep_dry_runs(args: argparse.Namespace, reads: Reads, kept: Mapping[str, bytes]) -> None:
+    """Keep dry runs of a job, after :func:`keep_answer`."""
+    if args.no_cache or args.probe:
+        return
+
+    def write(new: Path) -> None:
+        with zipfile.ZipFile(new, "w") as file:
+            for name, data in {_STATES: json.dumps(reads.states).encode(), **kept}.items():
+                file.writestr(name, data)
+
+    _write(reads.dry_runs, write)
+
+
+def _write(file: Path, write: Callable[[Path], Any]) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = file.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps({**answer, "when": when, "states": reads.states}))
+        write(new)
         new.replace(file)
-        kept = sorted(file.parent.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        for old in kept[:-_MOST_ANSWERS]:
+        kept = sorted(file.parent.glob(f"*{file.suffix}"), key=lambda path: path.stat().st_mtime)
+        for old in kept[: -_MOST[file.parent.name]]:
             old.unlink()
+
+
+def _is_ours(folder: Path) -> bool:
+    return folder.stat().st_uid == os.getuid()
+
+
+def _hold(states: dict[str, _State]) -> bool:
+    return all(_state_of(path) == state for path, state in states.items())
 
 
 def _was_temporary(path: str) -> bool:
     return path.startswith(tempfile.gettempdir() + os.sep) and not os.path.exists(path)
 
 
-def _file_of(args: argparse.Namespace) -> Path:
-    question = {k: str(v) for k, v in vars(args).items() if k not in _OTHERS}
+def _file_of(args: argparse.Namespace, kind: str) -> Path:
+    others = _OTHERS if kind == "answers" else _OTHERS + _OF_ANSWERS
+    question = {k: str(v) for k, v in vars(args).items() if k not in others}
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_TERMINALS)}
     gpus = (
         [name for name in os.listdir("/dev") if name.startswith("nvidia")] if os.sep == "/" else []
@@ -188,4 +251,5 @@ def _file_of(args: argparse.Namespace) -> Path:
     software = [__version__, sys.version, sys.executable, sorted(gpus), os.getcwd()]
     text = json.dumps([question, environment, software], sort_keys=True)
     folder = os.environ.get("D2_MEMFIT_CACHE") or os.path.expanduser("~/.cache/d2_memfit")
-    return Path(folder) / "answers" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    suffix = "json" if kind == "answers" else "zip"
+    return Path(folder) / kind / f"{hashlib.sha256(text.encode()).hexdigest()}.{suffix}"

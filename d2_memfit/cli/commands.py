@@ -36,7 +36,7 @@ from ..inference import estimate_inference
 from ..job import Job, find_function, load_lazy_config
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
-from ..planner.estimates import MemoryEstimate, run_dry
+from ..planner.estimates import DryRuns, MemoryEstimate, run_dry
 from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
     describe_estimate,
@@ -48,7 +48,7 @@ from ..planner.writing import (
 )
 from ..report import read_run, write_html, write_png
 from . import train
-from .answers import FILE, Reads, keep_answer
+from .answers import FILE, Reads, keep_answer, keep_dry_runs, known_dry_runs
 from .command_line import command_parser, files_read
 from .job_options import (
     Config,
@@ -164,12 +164,13 @@ def _estimate(args: argparse.Namespace) -> None:
         inference = estimate_inference(job, device)
         _print(args, inference, str(inference), "")
         return
-    dry_job = run_dry(job, device, args.probe, not args.training_only)
+    runs = _dry_runs(args)
+    dry_job = run_dry(job, device, args.probe, not args.training_only, runs)
     estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
     if args.html is not None:
         draw_estimate(dry_job, args.html, say)
     text, next_step = describe_estimate(estimate), after_a_look(args)
-    _keep(args, estimate, estimate, text=text, next=next_step)
+    _keep(args, runs, estimate, estimate, text=text, next=next_step)
     _print(args, estimate, text, next_step)
 
 
@@ -180,6 +181,7 @@ def _plan(args: argparse.Namespace) -> None:
             "a plan needs a budget: --budget with a number of GB, such as 5.2, or auto for the "
             "free memory of this machine. For a card, give its memory: --card 6GB"
         )
+    runs = _dry_runs(args)
     plan = plan_memory(
         job,
         job.budget_gb,
@@ -190,11 +192,13 @@ def _plan(args: argparse.Namespace) -> None:
         evaluates=not args.training_only,
         cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
+        runs=runs,
     )
     # Files first: who reads what is printed may end early.
     if args.html is not None:
         before, after = (
-            run_dry(j, device, evaluates=False) for j in (job, job.with_settings(plan.settings))
+            run_dry(j, device, evaluates=False, runs=runs)
+            for j in (job, job.with_settings(plan.settings))
         )
         draw_plan(plan, before, after, args.html, say)
     if args.output is not None and plan.fits:
@@ -208,14 +212,20 @@ def _plan(args: argparse.Namespace) -> None:
         named = [argparse.Namespace(**{**vars(args), "output": to}) for to in (None, FILE)]
         answer.update(zip(("next", "next of file"), map(after_plan, named)))
         answer["file"] = planned_yaml(cfg, plan)
-    _keep(args, plan, plan.estimate, **answer)
+    _keep(args, runs, plan, plan.estimate, **answer)
     _print(args, plan, text, next_step)
     if not plan.fits:
         sys.exit(_DOES_NOT_FIT)
 
 
-def _keep(args: argparse.Namespace, result: Any, estimate: MemoryEstimate, **answer: Any) -> None:
-    """Keep an answer about a GPU for the next command."""
+def _dry_runs(args: argparse.Namespace) -> DryRuns:
+    return DryRuns(None if args.reads is None else known_dry_runs(args, args.reads))
+
+
+def _keep(
+    args: argparse.Namespace, runs: DryRuns, result: Any, estimate: MemoryEstimate, **answer: Any
+) -> None:
+    """Keep an answer about a GPU, and its dry runs, for the next command."""
     if args.reads is None or estimate.expandable_segments is None:
         return
     datasets = (vars(MetadataCatalog.get(name)).values() for name in MetadataCatalog.list())
@@ -224,6 +234,7 @@ def _keep(args: argparse.Namespace, result: Any, estimate: MemoryEstimate, **ans
     for part in ("text", "next"):
         kept[part] = printable(kept[part], keeps="\n")
     keep_answer(args, args.reads, [path for path in paths if isinstance(path, str)], kept)
+    keep_dry_runs(args, args.reads, runs.kept)
 
 
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:

@@ -21,6 +21,24 @@ finally:
     print("torch" in sys.modules, file=sys.stderr)
 """
 
+COUNTED = """
+import sys
+from d2_memfit.__main__ import main
+from d2_memfit.planner.estimates import steps
+made = []
+def counted(step):
+    def step_noted(*args):
+        made.append(step.__name__)
+        return step(*args)
+    step_noted.__name__ = step.__name__
+    return step_noted
+steps.train, steps.evaluate = counted(steps.train), counted(steps.evaluate)
+try:
+    main()
+finally:
+    print(len(made), file=sys.stderr)
+"""
+
 
 @pytest.fixture
 def ask(tmp_path):
@@ -31,11 +49,13 @@ def ask(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment["D2_MEMFIT_CACHE"] = str(tmp_path / "cache")
 
-    def ask(*command, **more):
+    def ask(*command, script=WITHOUT_PYTORCH, **more):
         command = [*command[:1], "--config-file", "tiny.yaml", "--device", "cuda", *command[1:]]
         env = {**environment, **more}
-        run = run_process([sys.executable, "-c", WITHOUT_PYTORCH, *command], cwd=tmp_path, env=env)
+        run = run_process([sys.executable, "-c", script, *command], cwd=tmp_path, env=env)
         assert run.returncode in (0, 3), run.stderr
+        if script == COUNTED:
+            return run.stdout, run.stderr.splitlines()[-1]
         knew = "nothing has changed since" in run.stderr
         assert (run.stderr.splitlines()[-1] == "False") == (knew and "--output" not in command)
         return run.stdout, knew
@@ -94,6 +114,28 @@ def test_a_plan_that_is_known_is_written_as_it_would_be(ask, tmp_path):
     assert refused.returncode == 2
     assert "d2_memfit did not write it" in refused.stderr
     assert (tmp_path / "taken.yaml").read_text() == "mine"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_another_question_about_a_job_takes_its_dry_runs_until_something_changes(ask, tmp_path):
+    def made(*command, **more):
+        """What a command prints, and the number of dry runs that it makes."""
+        text, last = ask(*command, script=COUNTED, **more)
+        return text, int(last)
+
+    in_first = made("plan", "--card", "6GB")[1]
+    assert in_first > 0
+    second, in_second = made("plan", "--card", "8GB")
+    assert in_second == 0  # it fits there too
+    assert made("plan", "--card", "8GB", "--no-cache") == (second, in_first)
+    assert made("estimate")[1] == 0
+    (kept,) = (tmp_path / "cache" / "dry_runs").iterdir()
+    os.utime(tmp_path / "tiny.yaml", (1, 1))
+    assert made("plan", "--card", "8GB") == (second, in_first)
+    assert made("plan", "--card", "4GB", "SOLVER.IMS_PER_BATCH", "2")[1] > 0  # another job
+    kept.write_bytes(kept.read_bytes()[:1000])
+    assert made("plan", "--card", "10GB")[1] == in_first
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from ...job import Job, Size
 from ..device import DeviceModel
 from .dry_job import DryJob, MemoryEstimate
+from .dry_runs import DryRuns
 from .from_runs import as_in_runs
 from .probe import job_class
 
@@ -63,10 +64,15 @@ def run_dry(
     device: Optional[Union[str, Path]] = None,
     probe: bool = False,
     evaluates: bool = True,
+    runs: Optional[DryRuns] = None,
 ) -> DryJob:
-    """Make the dry runs of :func:`estimate_memory`, with their timelines."""
+    """Make the dry runs of :func:`estimate_memory`, with their timelines.
+
+    Args:
+        runs: as for :class:`DryJob`.
+    """
     model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
-    kind = job_class(probe, model)
+    kind = job_class(probe, model, runs)
     if not probe:
         model = as_in_runs(job, model, under_budget=job.budget_gb is not None)
     return kind(job, model, evaluates=evaluates)

@@ -20,7 +20,7 @@ from ...job import Job, Size
 from ...memory import check_budget
 from ...techniques import TIERS, get_technique
 from ..device import DeviceModel
-from ..estimates import DryJob, as_in_runs, chance_to_fit, job_class, margin_of
+from ..estimates import DryJob, DryRuns, as_in_runs, chance_to_fit, job_class, margin_of
 from .cost_fit import with_cost_model
 from .fastest import Fastest
 from .plan import OtherPlan, Plan, PlanStep
@@ -55,6 +55,7 @@ def plan_memory(
     evaluates: bool = True,
     cost_model: bool = False,
     prefer: str = "exact",
+    runs: Optional[DryRuns] = None,
 ) -> Plan:
     """Find the least harmful changes with which a job fits a budget.
 
@@ -70,6 +71,7 @@ def plan_memory(
         cost_model: whether windows are cut by predicted bytes, if they must be cut.
         prefer: "exact", or "speed" for the plan that is predicted to be the fastest with the tiers
             "exact" and "precision".
+        runs: makes the dry runs; those of the job's other plans need not be made again.
 
     Raises:
         ConfigError: a value cannot work, or the config's model cannot be built.
@@ -90,9 +92,9 @@ def plan_memory(
         logger.warning(warning)
     if not probe:
         device = as_in_runs(job, device, under_budget=True)
-    planner = Planner(job, device, job_class(probe, device), evaluates, progress)
+    planner = Planner(job, device, job_class(probe, device, runs), evaluates, progress)
     plan = planner.plan(budget_gb, [tier for tier in TIERS if tier in allow], prefer)
-    return with_cost_model(plan, job, device, allow, progress) if cost_model else plan
+    return with_cost_model(plan, job, device, allow, progress, runs) if cost_model else plan
 
 
 def _has_card_of(budget_gb: float) -> bool:

@@ -96,7 +96,7 @@ class Trials:
         self,
         job: Job,
         device: DeviceModel,
-        run_job: type[DryJob] = DryJob,
+        run_job: Callable[..., DryJob] = DryJob,
         evaluates: bool = True,
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
