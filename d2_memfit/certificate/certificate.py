@@ -82,26 +82,33 @@ class Certificate:
             ) from e
         return load_fields(cls, values, where)
 
-    def __str__(self) -> str:
+    def answer(self) -> str:
+        """Whether all windows fit, with the largest need; and the smallest budget."""
         iterations, ranks = self.needs_bytes.shape
         most, limit = int(self.needs_bytes.max()) / GB, self.limit_bytes / GB
-        fit = f"no window needs more than {most:.2f} GB"
+        runs = f"{iterations:,} windows of {self.images} images on {ranks} GPU{'s' * (ranks > 1)}"
+        verdict = f"Fits: none of {runs} needs more than {most:.2f} of {limit:.2f} GB"
         if self.too_large:
-            fit = (
-                f"{self.too_large:,} have an image that does not fit and needs up to {most:.2f} GB"
+            verdict = (
+                f"Does not fit: {self.too_large:,} of {runs} have an image that needs up to "
+                f"{most:.2f} GB, more than {limit:.2f} GB"
             )
-        how = f"the largest possible, because {self.why_bounds}"
-        if not self.why_bounds:
-            how = f"as they will be drawn ({self.compared} were loaded and compared)"
         lines = [
-            f"{iterations:,} iterations of {self.images} images on {ranks} GPU{'s' * (ranks > 1)}: "
-            f"{fit}. A budget of {self.budget_gb:.2f} GB leaves {limit:.2f} GB",
-            f"Sizes of images: {how}",
-            f"Smallest budget in which each image fits: {self.least_budget_gb:.2f} GB",
+            verdict,
+            f"That is what a budget of {self.budget_gb:.2f} GB leaves. The smallest budget in "
+            f"which each image fits is {self.least_budget_gb:.2f} GB",
         ]
         if self.hours is not None:
             low, high = self.hours
             lines.append(f"Predicted time, without evaluations: {low:.3g} to {high:.3g} h")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        ranks = self.needs_bytes.shape[1]
+        how = f"the largest possible, because {self.why_bounds}"
+        if not self.why_bounds:
+            how = f"as they will be drawn ({self.compared} were loaded and compared)"
+        lines = [f"Sizes of images: {how}"]
         lines += ["", "Windows by memory:", *self._histogram(), "", "Windows that need most:"]
         for iteration, rank, images in self.worst:
             gb = int(self.needs_bytes[iteration, rank]) / GB

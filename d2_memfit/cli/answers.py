@@ -25,28 +25,38 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
 
+from termcolor import colored
+
 from .. import __version__
 from .command_line import files_read
 
 __all__ = [
     "FILE",
     "Reads",
+    "coloured",
     "keep_answer",
     "keep_dry_runs",
     "known_answer",
     "known_dry_runs",
+    "put_together",
     "show_again",
 ]
 
 FILE = "PLAN_FILE"  # stands for --output in an answer's next command
 
 _MOST = {"answers": 64, "dry_runs": 16}  # files; the oldest go
-_OTHERS = ("output", "html", "json", "no_cache", "reads")  # they do not change an answer
+_OTHERS = ("details", "output", "html", "json", "no_cache", "reads")  # they do not change an answer
 _OF_ANSWERS = (  # they change an answer, but no dry run
     *("command", "device", "card", "budget", "allow", "prefer", "cost_model"),
     *("training_only", "inference_only"),
 )
 _STATES = "states"
+_MORE = {
+    "estimate": "--details, --json, --html FILE",
+    "plan": "--details, --json, --html FILE",
+    "explain": "--details, --json",
+}
+_COLOURS = {"Fits": "green", "Works": "green", "Does not fit": "red", "Does not work": "red"}
 # Variables of a terminal and a login, which change nothing.
 _OF_TERMINALS = (
     *("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID", "_"),
@@ -147,7 +157,25 @@ def show_again(args: argparse.Namespace, answer: dict[str, Any]) -> None:
         next_step = written.replace(FILE, str(args.output)) + "\n" + train
     again = f"From {answer['when']}: nothing has changed since. --no-cache computes it again"
     print(again, file=sys.stderr)
-    print(answer["json"] if args.json else "\n\n".join(filter(None, [answer["text"], next_step])))
+    if args.json:
+        print(answer["json"])
+    else:
+        print(coloured(put_together(args, answer["text"], answer["details"], next_step)))
+
+
+def put_together(args: argparse.Namespace, answer: str, details: str, next_step: str) -> str:
+    """The text of a command: the answer, its details if they are asked for, and what to type."""
+    more = details if args.details else f"More: {_MORE.get(args.command, '--details')}"
+    between = "\n\n" if args.details else "\n"
+    return "\n\n".join(filter(None, [f"{answer}{between}{more}", next_step]))
+
+
+def coloured(text: str) -> str:
+    """A text whose verdict, the words before the first colon, has a colour on a terminal."""
+    verdict, colon, rest = text.partition(":")
+    if not sys.stdout.isatty() or verdict not in _COLOURS:
+        return text
+    return colored(verdict + colon, _COLOURS[verdict], attrs=["bold"]) + rest
 
 
 def known_answer(args: argparse.Namespace) -> Optional[dict[str, Any]]:

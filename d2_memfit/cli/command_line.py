@@ -103,6 +103,7 @@ def command_parser(
     _add_certify_options(certify)
     doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
     _add_job_options(doctor)
+    _add_details_option(doctor)
     convert = commands.add_parser("convert", help=COMMANDS["convert"])
     of_input = "the folder of the dataset, its YAML file (YOLO), or a file in COCO's format"
     convert.add_argument("--input", type=Path, metavar="PATH", required=True, help=of_input)
@@ -151,6 +152,7 @@ def _parser_of_asking() -> argparse.ArgumentParser:
         "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    _add_details_option(parser)
     parser.add_argument(
         "--no-cache",
         action="store_true",
@@ -186,6 +188,11 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     _add_size_options(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    _add_details_option(parser)
+
+
+def _add_details_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--details", action="store_true", help="print all that is known")
 
 
 def _add_device_option(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +206,7 @@ def _add_device_option(parser: argparse.ArgumentParser) -> None:
 
 def _add_certify_options(parser: argparse.ArgumentParser) -> None:
     _add_device_option(parser)
+    _add_details_option(parser)
     _add_job_options(parser)
     parser.add_argument(
         "--iterations",

@@ -20,13 +20,14 @@ from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
 from ..config import find_card, find_config_file, settings_of_card
 from ..data import convert_dataset
-from ..doctor import examine
+from ..doctor import answer_of_findings, examine
 from ..engine import world_size
 from ..engine.resuming import signals_end_at_once
 from ..errors import ConfigError, exit_on_error, printable
 from ..explain import (
     Explanation,
     Help,
+    answer_of_run,
     describe_run,
     describe_runs,
     explain_each,
@@ -39,6 +40,8 @@ from ..memory import use_expandable_segments
 from ..planner.estimates import DryRuns, MemoryEstimate, run_dry
 from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
+    answer_of_estimate,
+    answer_of_plan,
     describe_estimate,
     describe_plan,
     draw_estimate,
@@ -48,7 +51,14 @@ from ..planner.writing import (
 )
 from ..report import read_run, write_html, write_png
 from . import train
-from .answers import FILE, Reads, keep_answer, keep_dry_runs, known_dry_runs
+from .answers import (
+    FILE,
+    Reads,
+    keep_answer,
+    keep_dry_runs,
+    known_dry_runs,
+    put_together,
+)
 from .command_line import command_parser, files_read
 from .job_options import (
     Config,
@@ -106,9 +116,11 @@ def _explain(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(asdict(explanation), indent=2))
     else:
+        answer, details = answer_of_run(told, prediction, plan), describe_run(run, told, prediction)
         if each[1:]:
-            show(f"{describe_runs(explanation.runs)}\n\nIn detail, {told.name}:\n")
-        show(f"{describe_run(run, told, prediction, plan)}\n\n{after_explain(args, told, plan)}")
+            answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
+            details = f"{describe_runs(explanation.runs)}\n\n{details}"
+        show(put_together(args, answer, details, after_explain(args, told, plan)))
     if args.output is not None and not writes:
         sys.exit(_DOES_NOT_FIT)
 
@@ -133,13 +145,16 @@ def _lazy_job(args: argparse.Namespace, ranks: int) -> Job:
 def _examine(args: argparse.Namespace) -> None:
     job, trainer = _job_and_trainer(args)
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
-    is_well = True
+    findings = []
     for finding in examine(job, trainer, remake):
-        show(finding)
-        is_well &= finding.is_well is not False
+        say(str(finding))
+        findings.append(finding)
+    is_well = all(finding.is_well is not False for finding in findings)
+    details = "\n".join(map(str, findings))
+    next_step = after_a_look(args) if is_well else ""
+    show(put_together(args, answer_of_findings(findings), details, next_step))
     if not is_well:
         sys.exit(_UNWELL)
-    show(f"\n{after_a_look(args)}")
 
 
 def _certify(args: argparse.Namespace) -> None:
@@ -149,7 +164,8 @@ def _certify(args: argparse.Namespace) -> None:
     device = args.device or _device_of_card(args.card)
     certificate = certify(job, args.iterations, device, say)
     certificate.write(args.output)
-    show(f"{certificate}\n\nWritten: {args.output}\n{after_certify(args)}")
+    next_step = f"Written: {args.output}\n{after_certify(args)}"
+    show(put_together(args, certificate.answer(), str(certificate), next_step))
 
 
 def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
@@ -162,16 +178,18 @@ def _estimate(args: argparse.Namespace) -> None:
     _, job, device = _asked(args)
     if args.inference_only:
         inference = estimate_inference(job, device)
-        _print(args, inference, str(inference), "")
+        _print(args, inference, str(inference), "", "")
         return
     runs = _dry_runs(args)
     dry_job = run_dry(job, device, args.probe, not args.training_only, runs)
     estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
     if args.html is not None:
         draw_estimate(dry_job, args.html, say)
-    text, next_step = describe_estimate(estimate), after_a_look(args)
-    _keep(args, runs, estimate, estimate, text=text, next=next_step)
-    _print(args, estimate, text, next_step)
+    fits = dry_job.limit_bytes is None or dry_job.fits(dry_job.limit_bytes)
+    text = answer_of_estimate(estimate, job.budget_gb, fits)
+    details, next_step = describe_estimate(estimate), after_a_look(args)
+    _keep(args, runs, estimate, estimate, text=text, details=details, next=next_step)
+    _print(args, estimate, text, details, next_step)
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -206,14 +224,16 @@ def _plan(args: argparse.Namespace) -> None:
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
         with output_file(args.output, "w") as file:
             file.write(text or planned_yaml(cfg, plan))
-    text, next_step = describe_plan(plan), after_plan(args) if plan.fits else ""
-    answer = {"text": text, "next": next_step, "status": 0 if plan.fits else _DOES_NOT_FIT}
+    text, details = answer_of_plan(plan), describe_plan(plan)
+    next_step = after_plan(args) if plan.fits else ""
+    answer: dict[str, Any] = {"text": text, "details": details, "next": next_step}
+    answer["status"] = 0 if plan.fits else _DOES_NOT_FIT
     if plan.fits:
         named = [argparse.Namespace(**{**vars(args), "output": to}) for to in (None, FILE)]
         answer.update(zip(("next", "next of file"), map(after_plan, named)))
         answer["file"] = planned_yaml(cfg, plan)
     _keep(args, runs, plan, plan.estimate, **answer)
-    _print(args, plan, text, next_step)
+    _print(args, plan, text, details, next_step)
     if not plan.fits:
         sys.exit(_DOES_NOT_FIT)
 
@@ -231,7 +251,7 @@ def _keep(
     datasets = (vars(MetadataCatalog.get(name)).values() for name in MetadataCatalog.list())
     paths = [value for values in datasets for value in values if os.sep in str(value)]
     kept = {"status": 0, "file": None, "json": json.dumps(asdict(result), indent=2), **answer}
-    for part in ("text", "next"):
+    for part in ("text", "details", "next"):
         kept[part] = printable(kept[part], keeps="\n")
     keep_answer(args, args.reads, [path for path in paths if isinstance(path, str)], kept)
     keep_dry_runs(args, args.reads, runs.kept)
@@ -283,11 +303,13 @@ def _opts_of_budget(args: argparse.Namespace) -> list[str]:
     return [*opts_of_budget(args.card, budget, args.opts), *here]
 
 
-def _print(args: argparse.Namespace, result: Any, text: str, next_step: str) -> None:
+def _print(
+    args: argparse.Namespace, result: Any, answer: str, details: str, next_step: str
+) -> None:
     if args.json:
         print(json.dumps(asdict(result), indent=2))
     else:
-        show("\n\n".join(part for part in (text, next_step) if part))
+        show(put_together(args, answer, details, next_step))
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], None]] = {

@@ -7,6 +7,7 @@ model, shows each of the first iterations, and on a terminal a progress bar.
 
 import logging
 import re
+import shutil
 import sys
 from contextlib import ExitStack
 from typing import Optional, TextIO
@@ -21,6 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from ..common.units import GB
 from ..errors import printable
 from ..memory import device_memory
+from .answers import coloured
 
 __all__ = ["PrintableFormatter", "leave_out_dumps", "progress_hooks", "say", "show"]
 
@@ -28,6 +30,7 @@ _DUMPS = (
     *("Environment info", "Command line arguments", "Contents of args.config_file"),
     *("Running with full config", "Model:"),
 )
+_ERASE = "\x1b[2K"  # the line of the cursor
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of Detectron2's tables
 _LOGGERS = ("detectron2", "fvcore", "d2_memfit")
 _PERIOD = 20  # iterations between lines of Detectron2's log
@@ -66,12 +69,20 @@ class PrintableFormatter(logging.Formatter):
 
 def show(text: object, file: Optional[TextIO] = None) -> None:
     """Print a text of several lines, with control codes escaped."""
-    print(printable(str(text), keeps="\n"), file=file, flush=True)
+    if sys.stderr.isatty():
+        print(_ERASE, end="", file=sys.stderr, flush=True)
+    print(coloured(printable(str(text), keeps="\n")), file=file, flush=True)
 
 
 def say(line: str) -> None:
-    """Print a line about progress to stderr. Results go to stdout."""
-    print(printable(line), file=sys.stderr, flush=True)
+    """Print a line about progress to stderr. On a terminal, what comes next takes its place."""
+    line = printable(line)
+    if sys.stderr.isatty():
+        columns = shutil.get_terminal_size().columns
+        line, end = f"{_ERASE}{line[: columns - 1]}", "\r"
+    else:
+        end = "\n"
+    print(line, end=end, file=sys.stderr, flush=True)
 
 
 def progress_hooks(max_iter: int) -> list[HookBase]:

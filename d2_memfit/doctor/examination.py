@@ -2,7 +2,7 @@
 """The checks of the doctor, with one line for each."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Optional
@@ -17,7 +17,7 @@ from .accumulation_check import accumulates
 from .patient import Patient, Untested, Unwell
 from .run_checks import Remake, agrees_on_two_ranks, is_plain_by_default, resumes
 
-__all__ = ["Finding", "examine", "examine_runs"]
+__all__ = ["Finding", "answer_of_findings", "examine", "examine_runs"]
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,18 @@ def examine_runs(
         steps["two ranks"] = partial(agrees_on_two_ranks, remake)
     for what, check in steps.items():
         yield _found(what, _on_dataset, job, check)
+
+
+def answer_of_findings(findings: Sequence[Finding]) -> str:
+    """Whether a job works, and the checks that say otherwise or could not tell."""
+    not_well = [finding for finding in findings if finding.is_well is False]
+    unknown = [finding for finding in findings if finding.is_well is None]
+    num_well = len(findings) - len(not_well) - len(unknown)
+    verdict = "Does not work" if not_well else "Works"
+    counts = [f"{num_well} of {len(findings)} checks are good"]
+    counts += [f"{len(not_well)} are not"] if not_well else []
+    counts += [f"{len(unknown)} could not be made here"] if unknown else []
+    return "\n".join([f"{verdict}: {', '.join(counts)}", *map(str, [*not_well, *unknown])])
 
 
 def _on_dataset(job: Job, check: Callable[[], str]) -> str:

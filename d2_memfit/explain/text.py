@@ -9,13 +9,14 @@ from ..planner.writing import (
     describe_chance,
     describe_settings,
     describe_sources,
+    first_of,
     what_would_tell,
 )
 from .explanation import ExplainedRun, Prediction, is_shared
 from .printed_model import parameters_in
 from .records import LoggedRun
 
-__all__ = ["describe_run", "describe_runs"]
+__all__ = ["answer_of_run", "describe_run", "describe_runs"]
 
 _CASES = {
     "at once": "at once",
@@ -30,13 +31,23 @@ _FIRST_KEYS = (
 )
 
 
-def describe_run(
-    run: LoggedRun, told: ExplainedRun, prediction: Optional[Prediction], plan: Optional[Plan]
+def answer_of_run(
+    told: ExplainedRun, prediction: Optional[Prediction], plan: Optional[Plan]
 ) -> str:
-    """Describe a run."""
-    lines = [*_answer(told), *_plan(plan, prediction), ""]
-    lines += [*_what_ran(run, told, prediction), *_message(run, told)]
-    lines += _predicted(told, prediction) if prediction else _log_alone(run, told)
+    """The answer to the command explain: what happened, and what would have fitted."""
+    lines = [*_answer(told), *_plan(plan, prediction)]
+    lines.append(
+        _predicted(told, prediction) if prediction else f"Not predicted: {told.not_rebuilt}"
+    )
+    lines += [first_of("Assumed", told.assumed)] if prediction and told.assumed else []
+    lines += [] if prediction else [_FIRST_KEYS]
+    return "\n".join(lines)
+
+
+def describe_run(run: LoggedRun, told: ExplainedRun, prediction: Optional[Prediction]) -> str:
+    """All that is known of a run besides the answer."""
+    lines = [*_what_ran(run, told, prediction), *_message(run, told)]
+    lines += _about(told, prediction) if prediction else _log_alone(run)
     return "\n".join(lines)
 
 
@@ -155,16 +166,20 @@ def _message(run: LoggedRun, told: ExplainedRun) -> Iterator[str]:
             )
 
 
-def _predicted(told: ExplainedRun, prediction: Prediction) -> Iterator[str]:
+def _predicted(told: ExplainedRun, prediction: Prediction) -> str:
     low, high = told.range_mib or prediction.range_mib
     against = ""
     if told.measured_mib is not None:
         places = {True: "inside", False: "outside", None: "what it had before the error"}
         against = f"; measured {_gb(told.measured_mib)}, {places[told.inside]}"
-    yield (
+    return (
         f"Predicted: {_gb(told.predicted_mib)} allocated for the largest images, "
         f"range {_gb(low)} to {_gb(high)}{against}"
     )
+
+
+def _about(told: ExplainedRun, prediction: Prediction) -> Iterator[str]:
+    """What a prediction comes from."""
     if sources := describe_sources(prediction.estimate):
         yield f"By source: {sources}"
     if prediction.rebuilt.left_out:
@@ -173,16 +188,14 @@ def _predicted(told: ExplainedRun, prediction: Prediction) -> Iterator[str]:
     yield from what_would_tell(prediction.estimate)
 
 
-def _log_alone(run: LoggedRun, told: ExplainedRun) -> Iterator[str]:
+def _log_alone(run: LoggedRun) -> Iterator[str]:
     """What a log shows without the code of its model."""
-    yield f"Not predicted: {told.not_rebuilt}"
     yield "What is missing can be named: --project, --trainer, --coco"
     if num := parameters_in(run.model_text):
         yield (
             f"The printed model has at least {num / 1e6:.1f} million parameters: "
             f"{_gb(num * 4 / 2**20)}, as much again for gradients and each state of the optimizer"
         )
-    yield _FIRST_KEYS
 
 
 def _gb(mib: Optional[float]) -> str:

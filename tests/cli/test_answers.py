@@ -4,12 +4,15 @@
 import argparse
 import json
 import os
+import pty
+import re
+import subprocess
 import sys
 
 import pytest
 from tiny import ROOT, run_process, tiny_cfg
 
-from d2_memfit.cli.answers import Reads, keep_answer, known_answer
+from d2_memfit.cli.answers import Reads, keep_answer, known_answer, put_together
 from d2_memfit.config import load_cfg
 
 WITHOUT_PYTORCH = """
@@ -180,3 +183,33 @@ def test_a_file_that_is_no_answer_is_none(args, tmp_path, text):
     (file,) = (tmp_path / "cache" / "answers").iterdir()
     file.write_text(text)
     assert known_answer(args) is None
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_verdict_has_a_colour_on_a_terminal_only(is_terminal):
+    """In a process of its own, whose stdout is a terminal or a pipe."""
+    code = "from d2_memfit.cli.answers import coloured; print(coloured('Fits: 4.9 of 5.5 GB: yes'))"
+    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    environment.update(TERM="xterm", PYTHONPATH=str(ROOT))
+    subprocess.run([sys.executable, "-c", code], stdout=theirs, env=environment, check=True)
+    os.close(theirs)
+    text = os.read(ours, 1000).decode().strip()
+    os.close(ours)
+    plain = "Fits: 4.9 of 5.5 GB: yes"
+    assert (text == plain) is not is_terminal
+    assert re.sub(r"\x1b\[\d*m", "", text) == plain
+    assert text.endswith(" 4.9 of 5.5 GB: yes")
+
+
+@pytest.mark.parametrize(
+    ("command", "details", "last"),
+    [
+        ("plan", False, "answer\nMore: --details, --json, --html FILE\n\nNext"),
+        ("doctor", False, "answer\nMore: --details\n\nNext"),
+        ("explain", True, "answer\n\nall\n\nNext"),
+    ],
+)
+def test_the_answer_comes_first_and_the_next_command_last(command, details, last):
+    args = argparse.Namespace(command=command, details=details)
+    assert put_together(args, "answer", "all", "Next") == last

@@ -8,11 +8,14 @@ import os
 import pty
 import re
 import struct
+import subprocess
+import sys
 import termios
 from select import select
 
 import pytest
 from forks import Forked, run_forked
+from tiny import ROOT
 
 from d2_memfit.cli.screen import PrintableFormatter, say, show
 
@@ -148,3 +151,25 @@ def test_a_training_with_hostile_names_is_one_like_others(coins, tmp_path):
     for text in (run.stdout, run.stderr, log):
         assert "Traceback" not in text
         assert not set(text) & set("\x1b\x07\x9b\u202e")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_one_line_of_a_terminal_that_goes_away(is_terminal):
+    code = (
+        "from d2_memfit.cli.screen import say, show; say('first ' + 300 * 'x'); say('second'); "
+        "show('Fits: 4.9 of 5.5 GB')"
+    )
+    ours, theirs = pty.openpty() if is_terminal else os.pipe()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, env=env, check=True)
+    os.close(theirs)
+    shown = read(ours).decode()
+    os.close(ours)
+    assert run.stdout == b"Fits: 4.9 of 5.5 GB\n"
+    if is_terminal:
+        lines = re.findall(r"\x1b\[2K([^\r\x1b]*)", shown)
+        assert lines == ["first " + 73 * "x", "second", ""]
+        assert "\n" not in shown
+    else:
+        assert shown.splitlines()[-2:] == ["first " + 300 * "x", "second"]

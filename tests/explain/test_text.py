@@ -7,7 +7,7 @@ from torch import nn
 
 from d2_memfit.explain.explanation import explain_run
 from d2_memfit.explain.records import runs_in
-from d2_memfit.explain.text import describe_run, describe_runs
+from d2_memfit.explain.text import answer_of_run, describe_run, describe_runs
 
 ALONE = OOM.replace("this process has 8.50", "this process has 9.50")
 SHARED = OOM.replace("this process has 8.50 GiB", "this process has 4.50 GiB").replace(
@@ -17,8 +17,13 @@ SHARED = OOM.replace("this process has 8.50 GiB", "this process has 4.50 GiB").r
 
 def text_of(*end, **options):
     (run,) = runs_in(headed(log(*end, **options)).splitlines())
+    return both(run)
+
+
+def both(run):
+    """The answer and its details."""
     told = explain_run("run 1", run, None, "its code is not here")
-    return describe_run(run, told, None, None)
+    return f"{answer_of_run(told, None, None)}\n\n{describe_run(run, told, None)}"
 
 
 @pytest.mark.parametrize(
@@ -74,8 +79,7 @@ def test_without_a_models_code_the_log_alone_is_shown():
         m if not m.startswith("Model:") else f"Model:\n{model}" for m in log(TRACEBACK + OOM)
     ]
     (run,) = runs_in(headed(messages).splitlines())
-    told = explain_run("run 1", run, None, "its code is not here")
-    lines = describe_run(run, told, None, None).splitlines()
+    lines = both(run).splitlines()
     assert "Not predicted: its code is not here" in lines
     assert any("at least 2.0 million parameters: 0.01 GB" in line for line in lines)
     assert any("MEMFIT.MICRO_BATCH 1" in line for line in lines)

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Plans and estimates as text, files and pictures."""
 
+from .answers import *
 from .drawing import *
 from .plan_file import *
 from .text import *

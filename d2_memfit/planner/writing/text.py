@@ -8,9 +8,9 @@ from typing import Any
 from tabulate import tabulate
 
 from ..estimates import OF_TENSORS, MemoryEstimate, in_words, range_of
-from ..search import OtherPlan, Plan
+from ..search import OtherPlan, Plan, PlanStep
 
-_EVALUATION_DECIDES = (
+EVALUATION_DECIDES = (
     "Evaluation takes more memory than training here. To plan for training alone: --training-only, "
     "or DATASETS.TEST ()"
 )
@@ -26,12 +26,15 @@ _TELLS = {
 }
 
 __all__ = [
+    "EVALUATION_DECIDES",
     "describe_batch",
     "describe_chance",
     "describe_estimate",
+    "describe_harm",
     "describe_plan",
     "describe_settings",
     "describe_sources",
+    "no_room",
     "what_would_tell",
     "why_it_does_not_fit",
 ]
@@ -142,8 +145,7 @@ def describe_plan(plan: Plan) -> str:
         ]
         header = ["step", "tier", "GB before", "GB after", "time x", "settings"]
         lines += ["", _table(rows, header)]
-        changes = [(s.name, "s" * (not s.name.endswith("batches")), s.what) for s in plan.steps]
-        lines += [f"{name} change{ending} {what}" for name, ending, what in changes if what]
+        lines += [describe_harm(step) for step in plan.steps if step.what]
     if plan.other is not None:
         lines += ["", _other(plan.other)]
     if plan.left_out:
@@ -161,8 +163,14 @@ def describe_plan(plan: Plan) -> str:
         describe_estimate(e),
     ]
     if plan.evaluation_decides:
-        lines += ["", _EVALUATION_DECIDES]
+        lines += ["", EVALUATION_DECIDES]
     return "\n".join(lines)
+
+
+def describe_harm(step: PlanStep) -> str:
+    """A line about what a step changes in training."""
+    ending = "" if step.name.endswith("batches") else "s"
+    return f"{step.name} change{ending} {step.what}"
 
 
 def _about(e: MemoryEstimate) -> str:
@@ -173,7 +181,7 @@ def _verdict(plan: Plan) -> list[str]:
     """The first lines, if the plan does not fit, or may not fit."""
     if not plan.fits:
         return [why_it_does_not_fit(plan), ""]
-    return [_no_room(plan), ""] if plan.estimate.at_least else []
+    return [no_room(plan), ""] if plan.estimate.at_least else []
 
 
 def _host(e: MemoryEstimate) -> str:
@@ -182,7 +190,7 @@ def _host(e: MemoryEstimate) -> str:
 
 
 def why_it_does_not_fit(plan: Plan) -> str:
-    decides = f". {_EVALUATION_DECIDES}" if plan.evaluation_decides else ""
+    decides = f". {EVALUATION_DECIDES}" if plan.evaluation_decides else ""
     at_least = "at least " if plan.estimate.at_least else ""
     tiers = ", ".join(plan.must_allow)
     unless = f", unless MEMFIT.PLAN.ALLOW is {tiers}" if tiers else ""
@@ -212,7 +220,8 @@ def _needs(plan: Plan) -> str:
     return f"{at_least}{after:.2f} GB{without}"
 
 
-def _no_room(plan: Plan) -> str:
+def no_room(plan: Plan) -> str:
+    """A line about a plan with parts whose largest size is not known."""
     recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
     what = "images that need more run again in smaller pieces" if recovers else "the run ends"
     return (
