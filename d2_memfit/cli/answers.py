@@ -51,6 +51,7 @@ _OF_ANSWERS = (  # they change an answer, but no dry run
     *("training_only", "inference_only"),
 )
 _STATES = "states"
+_LINES = 10  # of an answer, so that 15 are enough for all
 _MORE = {
     "estimate": "--details, --json, --html FILE",
     "plan": "--details, --json, --html FILE",
@@ -165,6 +166,7 @@ def show_again(args: argparse.Namespace, answer: dict[str, Any]) -> None:
 
 def put_together(args: argparse.Namespace, answer: str, details: str, next_step: str) -> str:
     """The text of a command: the answer, its details if they are asked for, and what to type."""
+    answer = "\n".join(answer.splitlines()[:_LINES])
     more = details if args.details else f"More: {_MORE.get(args.command, '--details')}"
     between = "\n\n" if args.details else "\n"
     return "\n\n".join(filter(None, [f"{answer}{between}{more}", next_step]))

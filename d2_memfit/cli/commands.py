@@ -46,6 +46,7 @@ from ..planner.writing import (
     describe_plan,
     draw_estimate,
     draw_plan,
+    first_of,
     lazy_file,
     planned_yaml,
 )
@@ -76,7 +77,7 @@ from .next_step import (
     after_plot,
 )
 from .options import opts_of_budget
-from .screen import say, show
+from .screen import say, show, show_progress
 from .trained_model import export_model, predict_files
 
 __all__ = ["main"]
@@ -147,12 +148,13 @@ def _examine(args: argparse.Namespace) -> None:
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     findings = []
     for finding in examine(job, trainer, remake):
-        say(str(finding))
+        show_progress(str(finding))
         findings.append(finding)
     is_well = all(finding.is_well is not False for finding in findings)
     details = "\n".join(map(str, findings))
     next_step = after_a_look(args) if is_well else ""
-    show(put_together(args, answer_of_findings(findings), details, next_step))
+    answer, details = _with_notes(args, answer_of_findings(findings), details)
+    show(put_together(args, answer, details, next_step))
     if not is_well:
         sys.exit(_UNWELL)
 
@@ -162,10 +164,22 @@ def _certify(args: argparse.Namespace) -> None:
 
     job, _ = _job_and_trainer(args)
     device = args.device or _device_of_card(args.card)
-    certificate = certify(job, args.iterations, device, say)
+    certificate = certify(job, args.iterations, device, show_progress)
     certificate.write(args.output)
     next_step = f"Written: {args.output}\n{after_certify(args)}"
-    show(put_together(args, certificate.answer(), str(certificate), next_step))
+    answer, details = _with_notes(args, certificate.answer(), str(certificate))
+    show(put_together(args, answer, details, next_step))
+
+
+def _with_notes(args: argparse.Namespace, answer: str, details: str) -> tuple[str, str]:
+    """Add the lines about the config: one for the answer, and all of them for the details."""
+    if args.json:
+        for note in args.notes:
+            say(note)
+    if not args.notes:
+        return answer, details
+    lines = [*args.notes, "", details]
+    return "\n".join([answer, first_of(args.notes)]), "\n".join(lines)
 
 
 def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
@@ -186,8 +200,9 @@ def _estimate(args: argparse.Namespace) -> None:
     if args.html is not None:
         draw_estimate(dry_job, args.html, say)
     fits = dry_job.limit_bytes is None or dry_job.fits(dry_job.limit_bytes)
-    text = answer_of_estimate(estimate, job.budget_gb, fits)
-    details, next_step = describe_estimate(estimate), after_a_look(args)
+    answer = answer_of_estimate(estimate, job.budget_gb, fits)
+    text, details = _with_notes(args, answer, describe_estimate(estimate))
+    next_step = after_a_look(args)
     _keep(args, runs, estimate, estimate, text=text, details=details, next=next_step)
     _print(args, estimate, text, details, next_step)
 
@@ -205,7 +220,7 @@ def _plan(args: argparse.Namespace) -> None:
         job.budget_gb,
         allow=args.allow.split(",") if args.allow else job.cfg.MEMFIT.PLAN.ALLOW,
         device=device,
-        progress=say,
+        progress=show_progress,
         probe=args.probe,
         evaluates=not args.training_only,
         cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
@@ -224,7 +239,7 @@ def _plan(args: argparse.Namespace) -> None:
         text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
         with output_file(args.output, "w") as file:
             file.write(text or planned_yaml(cfg, plan))
-    text, details = answer_of_plan(plan), describe_plan(plan)
+    text, details = _with_notes(args, answer_of_plan(plan), describe_plan(plan))
     next_step = after_plan(args) if plan.fits else ""
     answer: dict[str, Any] = {"text": text, "details": details, "next": next_step}
     answer["status"] = 0 if plan.fits else _DOES_NOT_FIT

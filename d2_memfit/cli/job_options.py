@@ -2,7 +2,6 @@
 """The job and its largest batch, from the options of the command line."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,6 @@ from ..job import (
 )
 from ..settings import check_settings
 from .options import check_opts, with_data, with_opts
-from .screen import show
 
 __all__ = [
     "check_lazy_options",
@@ -51,20 +49,23 @@ def load_any_config(
 ) -> Config:
     """Load the config of the command line, with the settings that follow from ``--coco``.
 
+    ``args.notes`` gets a line for each of them, and one for the keys of a project.
+
     Args:
         opts: KEY VALUE pairs placed before the user's.
         say: called with lines about progress.
     """
+    args.notes = []
     if is_lazy(args.config_file):
         return _load_lazy(args, opts)
     check_opts(args.opts)
     if not args.project:  # a project may set everything in its keys
         find_config_file(args.config_file)
-    output = sys.stderr if args.json else sys.stdout
     # Importing the trainer also registers what the config names.
     guessed = projects_of(args.trainer) if args.trainer else []
     if guessed and not args.project:
-        show(f"Added the project's keys, as with: --project {' --project '.join(guessed)}", output)
+        names = " --project ".join(guessed)
+        args.notes.append(f"Added the project's keys, as with: --project {names}")
     add_keys = [find_function(name) for name in args.project or guessed]
     opts = [*opts, *args.opts]
     try:
@@ -76,8 +77,7 @@ def load_any_config(
             f"{e}. If a project adds it, name the function that does: --project MODULE:FUNCTION, "
             f"such as {PROJECT}; or the project's trainer: --trainer MODULE:CLASS"
         ) from e
-    for setting in settings:
-        show(f"From the data: {setting}", output)
+    args.notes += [f"From the data: {setting}" for setting in settings]
     return cfg
 
 

@@ -24,7 +24,14 @@ from ..errors import printable
 from ..memory import device_memory
 from .answers import coloured
 
-__all__ = ["PrintableFormatter", "leave_out_dumps", "progress_hooks", "say", "show"]
+__all__ = [
+    "PrintableFormatter",
+    "leave_out_dumps",
+    "progress_hooks",
+    "say",
+    "show",
+    "show_progress",
+]
 
 _DUMPS = (
     *("Environment info", "Command line arguments", "Contents of args.config_file"),
@@ -75,14 +82,17 @@ def show(text: object, file: Optional[TextIO] = None) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line about progress to stderr. On a terminal, what comes next takes its place."""
-    line = printable(line)
-    if sys.stderr.isatty():
-        columns = shutil.get_terminal_size().columns
-        line, end = f"{_ERASE}{line[: columns - 1]}", "\r"
-    else:
-        end = "\n"
-    print(line, end=end, file=sys.stderr, flush=True)
+    """Print a line about what happens to stderr. Results go to stdout."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def show_progress(line: str) -> None:
+    """Print a line to stderr; on a terminal, in place of the one before, until something else."""
+    if not sys.stderr.isatty():
+        say(line)
+        return
+    columns = shutil.get_terminal_size().columns
+    print(f"{_ERASE}{printable(line)[: columns - 1]}", end="\r", file=sys.stderr, flush=True)
 
 
 def progress_hooks(max_iter: int) -> list[HookBase]:

@@ -139,6 +139,8 @@ def _predictor(
     # In training, --coco sets classes and schedule. Here the config has them already.
     without_data = argparse.Namespace(**{**vars(args), "coco": []})
     config = load_any_config(without_data, opts, say)
+    for note in without_data.notes:
+        say(note)
     if isinstance(config, DictConfig):
         config.train.device = usable_device(config.train.device)
     else:

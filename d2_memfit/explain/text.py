@@ -36,11 +36,11 @@ def answer_of_run(
 ) -> str:
     """The answer to the command explain: what happened, and what would have fitted."""
     lines = [*_answer(told), *_plan(plan, prediction)]
-    lines.append(
-        _predicted(told, prediction) if prediction else f"Not predicted: {told.not_rebuilt}"
-    )
-    lines += [first_of("Assumed", told.assumed)] if prediction and told.assumed else []
-    lines += [] if prediction else [_FIRST_KEYS]
+    if prediction is None:
+        lines += [f"Not predicted: {told.not_rebuilt}", _FIRST_KEYS]
+    else:
+        lines.append(_predicted(told, prediction))
+        lines += [f"Assumed: {first_of(told.assumed)}"] if told.assumed else []
     return "\n".join(lines)
 
 

@@ -202,6 +202,14 @@ def test_a_verdict_has_a_colour_on_a_terminal_only(is_terminal):
     assert text.endswith(" 4.9 of 5.5 GB: yes")
 
 
+def test_all_that_is_printed_without_details_has_15_lines_at_most():
+    args = argparse.Namespace(command="plan", details=False)
+    answer = "\n".join(f"line {i}" for i in range(30))
+    text = put_together(args, answer, "all", "Written: a\nNext, b:\n  c")
+    assert len(text.splitlines()) == 15
+    assert text.startswith("line 0\nline 1\n")
+
+
 @pytest.mark.parametrize(
     ("command", "details", "last"),
     [

@@ -78,7 +78,8 @@ def test_python_has_the_same_runs(write):
 def test_the_last_run_that_died_is_explained(write, capsys):
     main(["explain", write([*messages(TRACEBACK + OOM), *messages()])])
     text = capsys.readouterr().out
-    assert "In detail, run 1:\n\nIt ran out of memory after some iterations" in text
+    assert text.startswith("It ran out of memory after some iterations")
+    assert "\nThis is run 1 of 2 in the log: --details lists them\n" in text
 
 
 @pytest.mark.slow

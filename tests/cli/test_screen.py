@@ -156,7 +156,8 @@ def test_a_training_with_hostile_names_is_one_like_others(coins, tmp_path):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_one_line_of_a_terminal_that_goes_away(is_terminal):
     code = (
-        "from d2_memfit.cli.screen import say, show; say('first ' + 300 * 'x'); say('second'); "
+        "from d2_memfit.cli.screen import show, show_progress as say; "
+        "say('first ' + 300 * 'x'); say('second'); "
         "show('Fits: 4.9 of 5.5 GB')"
     )
     ours, theirs = pty.openpty() if is_terminal else os.pipe()

@@ -2,7 +2,7 @@
 """Estimates and plans in a few lines, the answer first."""
 
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from ..estimates import MemoryEstimate, Range, in_words
 from ..search import Plan, PlanStep
@@ -58,7 +58,7 @@ def answer_of_estimate(
 
 
 def answer_of_plan(plan: Plan) -> str:
-    """The answer to the command plan."""
+    """The answer to the command plan, what is most important first."""
     lines = [_verdict(plan)]
     if not plan.fits and plan.must_allow:
         tiers = ",".join(plan.must_allow)
@@ -67,17 +67,18 @@ def answer_of_plan(plan: Plan) -> str:
         without = f"Without the plan: {plan.before.device_total_gb:.1f} GB. " if plan.steps else ""
         about = f". Times {plan.estimate.times}" if plan.steps and plan.estimate.times else ""
         lines.append(f"{without}{describe_chance(plan)}{about}")
-        lines += [no_room(plan)] if plan.estimate.at_least else []
         lines += _changes(plan.steps)
+        lines += [no_room(plan)] if plan.estimate.at_least else []
     else:
         lines.append(describe_chance(plan))
+    lines += [EVALUATION_DECIDES] if plan.evaluation_decides else []
+    lines += _unknown(plan.estimate)
     if plan.other is not None:
         lines.append(
             f"With the same gradients, --allow exact: time x {in_words(plan.other.time_range)}, "
             f"{plan.other.device_total_gb:.1f} GB"
         )
-    lines += [EVALUATION_DECIDES] if plan.evaluation_decides else []
-    return "\n".join([*lines, *_unknown(plan.estimate)])
+    return "\n".join(lines)
 
 
 def _verdict(plan: Plan) -> str:
@@ -126,10 +127,10 @@ def _changes(steps: Sequence[PlanStep]) -> list[str]:
     if not steps:
         return []
     shown = steps if len(steps) <= _MOST_STEPS else steps[: _MOST_STEPS - 1]
-    lines = ["Changes:"]
+    lines = []
     for step in shown:
         gb = f"{step.gb_before:.1f} to {step.gb_after:.1f} GB"
-        lines.append(f"  {shortened(describe_settings(step.settings))}  ({step.name}, {gb})")
+        lines.append(f"  {shortened(describe_settings(step.settings))}  ({step.name}: {gb})")
     more = steps[len(shown) :]
     if more:
         lines.append(f"  and {len(more)} more: {', '.join(step.name for step in more)}")
@@ -154,16 +155,14 @@ def _sources(e: MemoryEstimate) -> str:
 
 def _unknown(e: MemoryEstimate) -> list[str]:
     """At most two lines, about what is not known and what is assumed in its place."""
-    lines = [first_of("At least", e.at_least), first_of("Assumed", e.assumptions)]
-    return [line for line in lines if line]
+    named = (("At least", e.at_least), ("Assumed", e.assumptions))
+    return [f"{what}: {first_of(lines)}" for what, lines in named if lines]
 
 
-def first_of(what: str, lines: Sequence[Any]) -> str:
-    """The first of some lines, with the number of the others; "" if there are none."""
-    if not lines:
-        return ""
+def first_of(lines: Sequence[str]) -> str:
+    """The first of some lines, with the number of the others."""
     more = f" (and {len(lines) - 1} more)" if lines[1:] else ""
-    return f"{what}: {shortened(str(lines[0]))}{more}"
+    return shortened(lines[0]) + more
 
 
 def shortened(text: str, width: int = _WIDTH) -> str:
