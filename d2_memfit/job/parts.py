@@ -95,7 +95,7 @@ class TrainerParts:
 
     def without_resizing(self) -> "TrainerParts":
         """The same parts, whose loaders leave images in their sizes."""
-        none = {"MIN_SIZE_TRAIN": (0,), "MIN_SIZE_TEST": 0, "CROP.ENABLED": False}
+        none = {"MIN_SIZE_TRAIN": (0, 0), "MIN_SIZE_TEST": 0, "CROP.ENABLED": False}
         return self.with_settings({f"INPUT.{key}": value for key, value in none.items()})
 
     @property

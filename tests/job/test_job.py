@@ -22,7 +22,7 @@ from trainer_shapes import SHAPES, class_of
 from d2_memfit import Job, MemfitMixin, estimate_memory
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import WorstCase, with_overrides
+from d2_memfit.job import WorstCase, size_of, with_overrides
 from d2_memfit.planner.writing import describe_estimate
 from d2_memfit.settings import cfg_of_lazy, overrides_of
 
@@ -237,6 +237,14 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
         job.with_settings({"INPUT.MASK_FORMAT": "polygon"})
     with pytest.raises(ConfigError, match="made from pieces resizes its images"):
         job.with_batch(WorstCase((64, 64), 1)).training_batch()
+
+
+def test_sizes_from_a_range_are_no_obstacle_to_a_given_size():
+    """As those of Detectron2's Cityscapes."""
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING = (48, 64), "range"
+    (image, *_) = Job.from_cfg(cfg, 1, batch=WorstCase((40, 72), 3)).training_batch()
+    assert size_of([image]) == (40, 72)
 
 
 def test_the_mixin_trains_the_job_that_is_planned(tmp_path):
