@@ -2,9 +2,10 @@
 """Detectron2 training jobs that fit the memory their user has."""
 
 import importlib
-import importlib.metadata
 import importlib.util
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Any
+
+from .environment import missing
 
 if TYPE_CHECKING:
     from .config import add_memfit_config, get_cfg
@@ -42,30 +43,6 @@ _HOMES = {
     "plan_memory": "planner",
     "window_count": "counts",
 }
-
-
-def missing() -> Optional[str]:
-    """What this environment lacks for d2_memfit, and how to get it; None if nothing.
-
-    No requirement of the package says so: pip would replace the PyTorch that this Detectron2 is
-    made for.
-    """
-    # A folder of this name, such as that of a clone, would be found too, but has no origin.
-    if getattr(importlib.util.find_spec("detectron2"), "origin", None) is None:
-        return (
-            "d2_memfit extends Detectron2, and this environment has none. Ways to get it:\n"
-            "  - main, with a compiler: pip install "
-            "'git+https://github.com/facebookresearch/detectron2.git'\n"
-            "  - v0.6, ready built: "
-            "https://detectron2.readthedocs.io/en/latest/tutorials/install.html\n"
-            "  - v0.6, without compiled operators: `make venv` in a checkout of d2_memfit"
-        )
-    if importlib.util.find_spec("torch") is None:
-        return "Detectron2 needs PyTorch, and this environment has none: see https://pytorch.org"
-    torch = importlib.metadata.version("torch")
-    if tuple(map(int, torch.split(".")[:2])) < (2, 6):
-        return f"d2_memfit needs PyTorch 2.6 or later, and this environment has {torch}"
-    return None
 
 
 def __getattr__(name: str) -> Any:

@@ -4,10 +4,10 @@
 import gc
 import sys
 
-from . import missing
 from .cli.answers import Reads, known_answer, show_again
 from .cli.command_line import command_parser
 from .common.library_warnings import ignore_warnings_of_libraries
+from .environment import missing
 
 
 def main() -> None:

@@ -58,6 +58,7 @@ INTERNAL = {
     "no plan fits; \0 GB are needed",
     "the size of the result depends on values",
     "low >= high",
+    "\0.\0 is not in a timeline",
     "these are not lists of the same images",
     "the last try returns or raises",
     "there are \0 tiles, and none has the number \0",

@@ -25,8 +25,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Optional
 
-from termcolor import colored
-
 from .. import __version__
 from .command_line import files_read
 
@@ -177,6 +175,8 @@ def coloured(text: str) -> str:
     verdict, colon, rest = text.partition(":")
     if not sys.stdout.isatty() or verdict not in _COLOURS:
         return text
+    from termcolor import colored  # Detectron2 brings it
+
     return colored(verdict + colon, _COLOURS[verdict], attrs=["bold"]) + rest
 
 

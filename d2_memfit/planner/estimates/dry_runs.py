@@ -108,7 +108,7 @@ class _Reader(pickle.Unpickler):
         value = vars(torch).get(name) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a timeline")
+        raise pickle.UnpicklingError(f"{module}.{name} is not in a timeline")
 
 
 def _read(data: bytes) -> Optional[Timeline]:
