@@ -67,6 +67,22 @@ def test_pytorch_that_is_too_old_is_one_clear_error(tmp_path):
     assert "has 2.5.1" in result.stderr
 
 
+def test_no_module_needs_what_setuptools_82_no_longer_has(tmp_path):
+    """With PyTorch's and Detectron2's modules that these import."""
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / "d2_memfit").rglob("*.py")
+        if path.stem not in ("__init__", "__main__")
+    ]
+    code = (
+        "import importlib, sys; sys.modules['pkg_resources'] = None\n"
+        f"for name in {names}: importlib.import_module(name)"
+    )
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    run = run_process([sys.executable, "-W", "ignore", "-c", code], env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """Python of an environment that has this one's packages beneath its own, where pip has

@@ -4,11 +4,11 @@
 from pathlib import Path
 from typing import Any
 
-import detectron2
 from detectron2.config import CfgNode
 
 from ..common.checks import did_you_mean, suggestion, value_of
 from ..common.files import is_file
+from ..common.zoo import detectron2_zoo
 from ..errors import ConfigError
 from .keys import keys_of
 from .yaml_arithmetic import arithmetic_in_yaml
@@ -16,7 +16,6 @@ from .yaml_arithmetic import arithmetic_in_yaml
 __all__ = [
     "OUR_ZOO",
     "config_names",
-    "detectron2_zoo",
     "find_config_file",
     "keys_in_own_files",
 ]
@@ -84,14 +83,6 @@ class _OwnFiles(CfgNode):
         if any(path.is_relative_to(folder.resolve()) for folder in _zoos()):
             return {}
         return super().load_yaml_with_base(filename, allow_unsafe=allow_unsafe)
-
-
-def detectron2_zoo() -> Path:
-    """The folder with the configs of Detectron2's model zoo.
-
-    ``detectron2.model_zoo`` fails with setuptools after 80, because it needs pkg_resources.
-    """
-    return Path(detectron2.__file__).parent / "model_zoo" / "configs"
 
 
 def _zoos() -> list[Path]:

@@ -8,9 +8,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from detectron2 import model_zoo
+from detectron2.config import get_cfg
 
 from ..common.files import check_outputs, output_file
+from ..common.zoo import detectron2_zoo
 from ..errors import ConfigError, DataError
 from .annotations import check_crowd, complaints_about_boxes, complaints_about_labels
 from .coco_file import CocoFile, check_coco, read_json
@@ -120,7 +121,8 @@ def _recipe(files: Sequence[CocoFile]) -> tuple[str, list[str], list[str]]:
     opts = ["INPUT.MASK_FORMAT", "bitmask"] if has_codes else []
     notes = []
     for config in [_MASKS, _BOXES] if any(file.has_masks for file in files) else [_BOXES]:
-        cfg = model_zoo.get_config(f"{config}.yaml")
+        cfg = get_cfg()
+        cfg.merge_from_file(str(detectron2_zoo() / f"{config}.yaml"))
         cfg.merge_from_list(opts)
         try:
             fit_to_data(cfg, files[:1], files[1:], ())

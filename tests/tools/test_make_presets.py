@@ -5,8 +5,8 @@ from d2_transformers import add_transformers_config
 from tiny import ROOT
 
 from d2_memfit import estimate_memory, model_zoo
+from d2_memfit.common.zoo import detectron2_zoo
 from d2_memfit.config import PRESETS, load_cfg
-from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.job import Job
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import margin_of

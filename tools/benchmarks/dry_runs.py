@@ -12,8 +12,8 @@ import statistics
 import time
 
 from d2_memfit.common.units import GB
+from d2_memfit.common.zoo import detectron2_zoo
 from d2_memfit.config import load_cfg
-from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import process_memory
 from d2_memfit.planner.estimates import steps
