@@ -1,7 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """What is said about a release in more than one place is the same in each."""
 
+import os
 import re
+import subprocess
 
 import make_venv
 import yaml
@@ -74,6 +76,39 @@ def test_continuous_integration_runs_targets_of_the_makefile():
     }
     assert {"types", "test", "docs"} <= targets
     assert all(f"\n{target}:" in read("Makefile") for target in targets)
+
+
+def workflow(name):
+    return yaml.safe_load(read(f".github/workflows/{name}.yml"))
+
+
+def test_a_release_is_built_tried_and_published_without_a_password():
+    jobs = workflow("release")["jobs"]
+    assert [job.get("needs") for job in jobs.values()] == [None, "build", "try"]
+    publish = jobs["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert not any("password" in step.get("with", {}) for step in publish["steps"])
+    assert jobs["try"]["strategy"]["matrix"]["file"] == ["*.whl", "*.tar.gz"]
+    assert not any("checkout" in step.get("uses", "") for step in jobs["try"]["steps"])
+
+
+def test_the_tag_of_a_release_names_the_version():
+    """The line of the workflow, run with the right and with another tag."""
+    steps = workflow("release")["jobs"]["build"]["steps"]
+    (line,) = [step["run"] for step in steps if "GITHUB_REF_NAME" in step.get("run", "")]
+    for tag, status in ((f"v{d2_memfit.__version__}", 0), ("v9.9.9", 1), ("v0", 1)):
+        env = {**os.environ, "GITHUB_REF_NAME": tag}
+        run = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, check=False)
+        assert run.returncode == status
+
+
+def test_all_workflows_use_the_same_releases_of_actions():
+    used = {}
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for action, release in re.findall(r"uses: (actions/\S+)@(\S+)", file.read_text()):
+            used.setdefault(action, set()).add(release)
+    assert "actions/checkout" in used
+    assert {action: releases for action, releases in used.items() if len(releases) > 1} == {}
 
 
 def test_the_citation_can_be_read():
