@@ -25,18 +25,19 @@ def missing() -> Optional[str]:
     No requirement of the package says so: pip would replace the PyTorch that this Detectron2 is
     made for.
     """
-    here = Environment.here()
     # A folder of this name, such as that of a clone, would be found too, but has no origin.
     if getattr(importlib.util.find_spec("detectron2"), "origin", None) is None:
+        here = Environment.here()
         return (
             f"d2_memfit extends Detectron2, and this environment has none: {here}.\n"
             f"Here, type:\n  {here.line_to_type()}\n"
             "All ways: docs/INSTALL.md"
         )
-    if here.torch is None:
+    if importlib.util.find_spec("torch") is None:
         return "Detectron2 needs PyTorch, and this environment has none: see https://pytorch.org"
-    if here.release < _OLDEST_PYTORCH:
-        return f"d2_memfit needs PyTorch 2.6 or later, and this environment has {here.torch}"
+    torch = importlib.metadata.version("torch")
+    if _release(torch) < _OLDEST_PYTORCH:
+        return f"d2_memfit needs PyTorch 2.6 or later, and this environment has {torch}"
     return None
 
 
@@ -78,7 +79,7 @@ class Environment:
             cuda,
             bool(shutil.which(os.environ.get("CXX", "g++")) and (cuda is None or has_nvcc)),
             (Path(sys.prefix) / "conda-meta").is_dir(),
-            "pip install" if importlib.util.find_spec("pip") else "uv pip install",
+            "pip install" if _has_pip() else "uv pip install",
             machine and sys.platform in ("linux", "win32"),
         )
 
@@ -87,11 +88,6 @@ class Environment:
         if self.torch is None:
             return f"{python}, no PyTorch"
         return f"{python}, PyTorch {self.torch} for {f'CUDA {self.cuda}' if self.cuda else 'CPUs'}"
-
-    @property
-    def release(self) -> tuple[int, ...]:
-        """Major and minor version of PyTorch."""
-        return tuple(map(int, (self.torch or "0.0").split(".")[:2]))
 
     def line_to_type(self) -> str:
         """The line that installs a Detectron2 here; docs/INSTALL.md has the others."""
@@ -102,7 +98,7 @@ class Environment:
                 f"{self.pip} 'setuptools<82' wheel ninja && {self.pip} --no-build-isolation {_MAIN}"
             )
         first, last = _WHEELS_FOR
-        if self.torch is not None and self.has_wheels and first <= self.release <= last:
+        if self.torch is not None and self.has_wheels and first <= _release(self.torch) <= last:
             plain = self.torch.partition("+")[0]
             made_for = f"pt{plain}{'cu' + self.cuda.replace('.', '') if self.cuda else 'cpu'}"
             return (
@@ -110,6 +106,21 @@ class Environment:
                 f"the VERSION before {made_for} in the list {_WHEELS}/detectron2"
             )
         return "make venv, in a checkout of d2_memfit: Detectron2 v0.6 without compiled operators"
+
+
+def _release(torch: str) -> tuple[int, ...]:
+    """Major and minor version."""
+    return tuple(map(int, torch.split(".")[:2]))
+
+
+def _has_pip() -> bool:
+    # find_spec("pip") would make a later import of setuptools fail: its hook takes it for a run of
+    # pip (_distutils_hack, spec_for_pip).
+    try:
+        importlib.metadata.version("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _cuda_of(origin: Optional[str]) -> Optional[str]:

@@ -67,6 +67,16 @@ def test_pytorch_that_is_too_old_is_one_clear_error(tmp_path):
     assert "has 2.5.1" in result.stderr
 
 
+def test_setuptools_can_be_imported_after_all_that_the_package_looks_for():
+    """Detectron2 does, by PyTorch's cpp_extension."""
+    code = (
+        "import d2_memfit.environment as e; e.missing(); e.Environment.here(); "
+        "import setuptools, distutils; print(distutils.__file__)"
+    )
+    run = run_process([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+
+
 def test_no_module_needs_what_setuptools_82_no_longer_has(tmp_path):
     """With PyTorch's and Detectron2's modules that these import."""
     names = [
