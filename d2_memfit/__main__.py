@@ -2,6 +2,7 @@
 """The command d2-memfit, also ``python -m d2_memfit``."""
 
 import gc
+import io
 import sys
 
 from .cli.answers import Reads, known_answer, show_again
@@ -11,6 +12,8 @@ from .environment import missing
 
 
 def main() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
     lacks = missing()
     if lacks is not None:
         try:

@@ -49,6 +49,7 @@ _OF_ANSWERS = (  # they change an answer, but no dry run
     *("training_only", "inference_only"),
 )
 _STATES = "states"
+_PARTS = {"text", "details", "next", "json", "file", "status", "when"}  # of an answer
 _LINES = 10  # of an answer, so that 15 are enough for all
 _MORE = {
     "estimate": "--details, --json, --html FILE",
@@ -57,14 +58,13 @@ _MORE = {
 }
 _COLOURS = {"Fits": "green", "Works": "green", "Does not fit": "red", "Does not work": "red"}
 # Variables of a terminal and a login, which change nothing.
-_OF_TERMINALS = (
-    *("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID", "_"),
-    *("DBUS_", "SSH_", "TMUX", "XDG_SESSION", "VSCODE_"),
-)
+_OF_TERMINALS = ("COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID", "_")
+_OF_LOGINS = ("DBUS_", "SSH_", "TMUX", "XDG_SESSION", "VSCODE_")
 _EACH_SOURCE = ("detectron2", "d2_memfit", "fvcore")
 _SITE = f"{os.sep}site-packages{os.sep}"
 _STDLIB = os.path.dirname(os.__file__) + os.sep
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_WRITES = os.O_TRUNC | os.O_CREAT
+_READS = ("open", "os.listdir", "os.scandir", "os.rename", "sqlite3.connect")
 
 _State = Optional[list[int]]  # of a file: when it was changed, and its size; None: not there
 
@@ -80,19 +80,26 @@ class Reads:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.answer, self.dry_runs = _file_of(args, "answers"), _file_of(args, "dry_runs")
+        self._ours = (str(self.answer.parent) + os.sep, str(self.dry_runs.parent) + os.sep)
+        if not args.no_cache:
+            with contextlib.suppress(OSError):  # before the folder of both is read
+                for file in (self.answer, self.dry_runs):
+                    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.states: dict[str, _State] = {}
         self._written: set[str] = set()
         self._is_over = False
         sys.addaudithook(self._note)
 
     def _note(self, event: str, args: tuple[Any, ...]) -> None:
-        if self._is_over or event not in ("open", "os.listdir", "os.scandir", "os.rename"):
+        if self._is_over or event not in _READS:
             return
         path = args[1] if event == "os.rename" else args[0]
         if not isinstance(path, (str, os.PathLike)):
             return
         if event == "os.rename" or (event == "open" and args[2] & _WRITES):
             self._written.add(os.path.abspath(path))
+        elif event == "sqlite3.connect":
+            self.add(path)
         elif os.path.isdir(path) if event == "open" else _is_of_packages(sys._getframe(1)):
             return  # a folder that is opened is flushed, not listed
         else:
@@ -107,7 +114,7 @@ class Reads:
         site, is_of_site, name = path.partition(_SITE)
         if is_of_site and not name.startswith(_EACH_SOURCE):
             path = site + _SITE.rstrip(os.sep)
-        elif path.startswith((_STDLIB, "/proc/", "/sys/", str(self.answer.parents[1]))):
+        elif not is_of_site and path.startswith((_STDLIB, "/proc/", "/sys/", *self._ours)):
             return
         if path not in self.states:
             self.states[path] = _state_of(path)
@@ -154,12 +161,13 @@ def show_again(args: argparse.Namespace, answer: dict[str, Any]) -> None:
         written, _, train = answer["next of file"].partition("\n")
         train = train.replace(FILE, shlex.quote(str(args.output)))
         next_step = written.replace(FILE, str(args.output)) + "\n" + train
-    again = f"From {answer['when']}: nothing has changed since. --no-cache computes it again"
-    print(again, file=sys.stderr)
     if args.json:
         print(answer["json"])
     else:
         print(coloured(put_together(args, answer["text"], answer["details"], next_step)))
+    sys.stdout.flush()
+    again = f"From {answer['when']}: nothing has changed since. --no-cache computes it again"
+    print(again, file=sys.stderr)
 
 
 def put_together(args: argparse.Namespace, answer: str, details: str, next_step: str) -> str:
@@ -189,8 +197,8 @@ def known_answer(args: argparse.Namespace) -> Optional[dict[str, Any]]:
         if args.html or not _is_ours(file.parent):
             return None
         kept = json.loads(file.read_text())
-        holds = _hold(kept[_STATES])
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        holds = _hold(kept[_STATES]) and kept.keys() >= _PARTS
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return None
     is_python = str(getattr(args, "output", None)).endswith(".py")  # a LazyConfig is written anew
     return kept if holds and not is_python else None
@@ -207,7 +215,7 @@ def keep_answer(
         more: files and folders on which it depends, whether they are there or not.
     """
     reads.end()
-    if args.no_cache or args.probe or getattr(args, "budget", None) == "auto":
+    if args.no_cache or args.probe:
         return
     for path in more:
         reads.add(path)
@@ -227,7 +235,7 @@ def known_dry_runs(args: argparse.Namespace, reads: Reads) -> dict[str, bytes]:
             kept = {name: file.read(name) for name in file.namelist()}
         states = json.loads(kept.pop(_STATES))
         holds = _is_ours(reads.dry_runs.parent) and _hold(states)
-    except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, zipfile.BadZipFile):
         return {}
     if not holds:
         return {}
@@ -252,8 +260,11 @@ def _write(file: Path, write: Callable[[Path], Any]) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = file.with_suffix(f".{os.getpid()}")
-        write(new)
-        new.replace(file)
+        try:
+            write(new)
+            new.replace(file)
+        finally:
+            new.unlink(missing_ok=True)
         kept = sorted(file.parent.glob(f"*{file.suffix}"), key=lambda path: path.stat().st_mtime)
         for old in kept[: -_MOST[file.parent.name]]:
             old.unlink()
@@ -274,12 +285,22 @@ def _was_temporary(path: str) -> bool:
 def _file_of(args: argparse.Namespace, kind: str) -> Path:
     others = _OTHERS if kind == "answers" else _OTHERS + _OF_ANSWERS
     question = {k: str(v) for k, v in vars(args).items() if k not in others}
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(_OF_TERMINALS)}
-    gpus = (
-        [name for name in os.listdir("/dev") if name.startswith("nvidia")] if os.sep == "/" else []
-    )
-    software = [__version__, sys.version, sys.executable, sorted(gpus), os.getcwd()]
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in _OF_TERMINALS and not k.startswith(_OF_LOGINS)
+    }
+    software = [__version__, sys.version, sys.executable, _gpus(), os.getcwd()]
     text = json.dumps([question, environment, software], sort_keys=True)
     folder = os.environ.get("D2_MEMFIT_CACHE") or os.path.expanduser("~/.cache/d2_memfit")
     suffix = "json" if kind == "answers" else "zip"
     return Path(folder) / kind / f"{hashlib.sha256(text.encode()).hexdigest()}.{suffix}"
+
+
+def _gpus() -> list[str]:
+    """This machine's GPUs, as NVIDIA's driver for Linux names them."""
+    names: list[str] = []
+    for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        with contextlib.suppress(OSError):
+            names += [line for line in file.read_text().splitlines() if line.startswith("Model")]
+    return names

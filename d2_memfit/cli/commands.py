@@ -15,9 +15,11 @@ from functools import partial
 from typing import Any, Optional
 
 from detectron2.data import MetadataCatalog
+from omegaconf import DictConfig
 
 from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
+from ..common.units import GB
 from ..config import find_card, find_config_file, settings_of_card
 from ..data import convert_dataset
 from ..doctor import answer_of_findings, examine
@@ -51,6 +53,7 @@ from ..planner.writing import (
     planned_yaml,
 )
 from ..report import read_run, write_html, write_png
+from ..settings import cfg_of_lazy
 from . import train
 from .answers import (
     FILE,
@@ -73,11 +76,12 @@ from .next_step import (
     after_certify,
     after_convert,
     after_explain,
+    after_no_plan,
     after_plan,
     after_plot,
 )
 from .options import opts_of_budget
-from .screen import say, show, show_progress
+from .screen import end_progress, say, show, show_progress
 from .trained_model import export_model, predict_files
 
 __all__ = ["main"]
@@ -192,15 +196,21 @@ def _estimate(args: argparse.Namespace) -> None:
     _, job, device = _asked(args)
     if args.inference_only:
         inference = estimate_inference(job, device)
-        _print(args, inference, str(inference), "", "")
+        if args.json:
+            print(json.dumps(asdict(inference), indent=2))
+        else:
+            show("\n".join([str(inference), *args.notes]))
         return
     runs = _dry_runs(args)
     dry_job = run_dry(job, device, args.probe, not args.training_only, runs)
     estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
     if args.html is not None:
         draw_estimate(dry_job, args.html, say)
-    fits = dry_job.limit_bytes is None or dry_job.fits(dry_job.limit_bytes)
-    answer = answer_of_estimate(estimate, job.budget_gb, fits)
+    limit = dry_job.limit_bytes
+    answer = answer_of_estimate(estimate)
+    if job.budget_gb is not None and limit is not None:
+        verdict = job.budget_gb, limit / GB, dry_job.fits(limit)
+        answer = answer_of_estimate(estimate, *verdict)
     text, details = _with_notes(args, answer, describe_estimate(estimate))
     next_step = after_a_look(args)
     _keep(args, runs, estimate, estimate, text=text, details=details, next=next_step)
@@ -240,7 +250,7 @@ def _plan(args: argparse.Namespace) -> None:
         with output_file(args.output, "w") as file:
             file.write(text or planned_yaml(cfg, plan))
     text, details = _with_notes(args, answer_of_plan(plan), describe_plan(plan))
-    next_step = after_plan(args) if plan.fits else ""
+    next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)
     answer: dict[str, Any] = {"text": text, "details": details, "next": next_step}
     answer["status"] = 0 if plan.fits else _DOES_NOT_FIT
     if plan.fits:
@@ -261,10 +271,12 @@ def _keep(
     args: argparse.Namespace, runs: DryRuns, result: Any, estimate: MemoryEstimate, **answer: Any
 ) -> None:
     """Keep an answer about a GPU, and its dry runs, for the next command."""
-    if args.reads is None or estimate.expandable_segments is None:
+    if args.reads is None or estimate.expandable_segments is None or args.budget_is_measured:
         return
     datasets = (vars(MetadataCatalog.get(name)).values() for name in MetadataCatalog.list())
     paths = [value for values in datasets for value in values if os.sep in str(value)]
+    # Also files that are not there yet.
+    paths += [args.config_file, *(path for _, *of_dataset in args.coco for path in of_dataset)]
     kept = {"status": 0, "file": None, "json": json.dumps(asdict(result), indent=2), **answer}
     for part in ("text", "details", "next"):
         kept[part] = printable(kept[part], keeps="\n")
@@ -275,6 +287,8 @@ def _keep(
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of the commands estimate and plan."""
     cfg = load_any_config(args, _opts_of_budget(args), say)
+    memfit = cfg_of_lazy(cfg).MEMFIT if isinstance(cfg, DictConfig) else cfg.MEMFIT
+    args.budget_is_measured = memfit.BUDGET_GB == "auto"
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     return cfg, job_of(args, cfg), args.device or _device_of_card(args.card)
@@ -322,6 +336,7 @@ def _print(
     args: argparse.Namespace, result: Any, answer: str, details: str, next_step: str
 ) -> None:
     if args.json:
+        end_progress()
         print(json.dumps(asdict(result), indent=2))
     else:
         show(put_together(args, answer, details, next_step))
@@ -358,4 +373,7 @@ def main(argv: Optional[Sequence[str]] = None, reads: Optional[Reads] = None) ->
     if args.command in ("certify", "estimate", "explain", "plan"):
         outputs = [getattr(args, option, None) for option in ("output", "html")]
         check_outputs(filter(None, outputs), files_read(args))
-    _RUN[args.command](args)
+    try:
+        _RUN[args.command](args)
+    finally:
+        end_progress()

@@ -77,6 +77,7 @@ def load_any_config(
             f"{e}. If a project adds it, name the function that does: --project MODULE:FUNCTION, "
             f"such as {PROJECT}; or the project's trainer: --trainer MODULE:CLASS"
         ) from e
+    settings = sorted(settings, key=lambda setting: bool(setting.key))  # complaints first
     args.notes += [f"From the data: {setting}" for setting in settings]
     return cfg
 

@@ -21,6 +21,7 @@ __all__ = [
     "after_convert",
     "after_explain",
     "after_export",
+    "after_no_plan",
     "after_plan",
     "after_plot",
     "after_predict",
@@ -44,6 +45,9 @@ def after_explain(args: argparse.Namespace, told: "ExplainedRun", plan: "Optiona
     explain += [word for dataset in args.coco for word in ("--coco", *dataset)]
     card = ["--card", args.card] if args.card else []
     if told.not_rebuilt:
+        if "has no config" in told.not_rebuilt:
+            folder = _line(*explain[:2], "OUTPUT_DIR", *explain[3:], *card)
+            return f"Next, give the folder of the run, with its config.yaml:\n  {folder}"
         code = ["--project", "MODULE:FUNCTION", "--trainer", "MODULE:CLASS"]
         if "LazyConfig" in told.not_rebuilt:
             code = ["--config-file", told.not_rebuilt.rpartition("--config-file ")[2]]
@@ -51,9 +55,7 @@ def after_explain(args: argparse.Namespace, told: "ExplainedRun", plan: "Optiona
     if plan is None:
         return f"Next, plan for a card:\n  {_line(*explain, '--card', '8GB')}"
     if not plan.fits:
-        least = plan.smallest_budget_gb or 0.0
-        larger = next((card for card, gb in PRESETS.items() if gb >= least), [*PRESETS][-1])
-        return f"Next, plan for a larger card:\n  {_line(*explain, '--card', larger)}"
+        return f"Next, plan for a larger card:\n  {_line(*explain, '--card', _larger_card(plan))}"
     if args.output is None:
         file = "plan.py" if args.config_file else "plan.yaml"
         return f"Next, write it to a file:\n  {_line(*explain, *card, '--output', file)}"
@@ -85,6 +87,21 @@ def after_plan(args: argparse.Namespace) -> str:
         return f"Next, write it to a file:\n  {_plan(args)}"
     train = _train(args, ["--config-file", args.output])
     return f"Written: {args.output}\nNext, train it:\n  {train}"
+
+
+def after_no_plan(args: argparse.Namespace, plan: "Plan") -> str:
+    """The lines after a plan that does not fit: what would."""
+    if plan.must_allow:
+        asked = argparse.Namespace(**{**vars(args), "allow": ",".join(plan.must_allow)})
+        return f"Next, let the plan change more:\n  {_plan(asked)}"
+    asked = argparse.Namespace(**{**vars(args), "card": _larger_card(plan), "budget": None})
+    return f"Next, plan for a larger card:\n  {_plan(asked)}"
+
+
+def _larger_card(plan: "Plan") -> str:
+    """The smallest card on which a plan fits that does not fit its budget."""
+    least = plan.smallest_budget_gb or 0.0
+    return next((card for card, gb in PRESETS.items() if gb >= least), [*PRESETS][-1])
 
 
 def after_certify(args: argparse.Namespace) -> str:

@@ -26,6 +26,7 @@ from .answers import coloured
 
 __all__ = [
     "PrintableFormatter",
+    "end_progress",
     "leave_out_dumps",
     "progress_hooks",
     "say",
@@ -76,13 +77,13 @@ class PrintableFormatter(logging.Formatter):
 
 def show(text: object, file: Optional[TextIO] = None) -> None:
     """Print a text of several lines, with control codes escaped."""
-    if sys.stderr.isatty():
-        print(_ERASE, end="", file=sys.stderr, flush=True)
+    end_progress()
     print(coloured(printable(str(text), keeps="\n")), file=file, flush=True)
 
 
 def say(line: str) -> None:
     """Print a line about what happens to stderr. Results go to stdout."""
+    end_progress()
     print(printable(line), file=sys.stderr, flush=True)
 
 
@@ -93,6 +94,12 @@ def show_progress(line: str) -> None:
         return
     columns = shutil.get_terminal_size().columns
     print(f"{_ERASE}{printable(line)[: columns - 1]}", end="\r", file=sys.stderr, flush=True)
+
+
+def end_progress() -> None:
+    """Remove the line of :func:`show_progress`."""
+    if sys.stderr.isatty():
+        print(_ERASE, end="", file=sys.stderr, flush=True)
 
 
 def progress_hooks(max_iter: int) -> list[HookBase]:

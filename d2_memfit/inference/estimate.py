@@ -36,12 +36,13 @@ class InferenceEstimate:
 
     def __str__(self) -> str:
         height, width = self.image_size
-        time = "" if self.seconds is None else f"\nabout {self.seconds:.3f} s an image"
-        return (
-            f"{self.device}\none image of {height} x {width} pixels, after resizing\n"
-            f"{self.peak_allocated_gb:.2f} GB peak allocated\n"
-            f"{self.device_total_gb:.2f} GB of the device, including its context{time}"
-        )
+        lines = [
+            f"Needs {self.device_total_gb:.2f} GB of the device, including its context, for one "
+            f"image of {height} x {width} pixels after resizing",
+            f"{self.peak_allocated_gb:.2f} GB peak allocated",
+        ]
+        lines += [] if self.seconds is None else [f"about {self.seconds:.3f} s an image"]
+        return "\n".join([*lines, f"On {self.device}"])
 
 
 def estimate_inference(job: Job, device_name: Optional[str] = None) -> InferenceEstimate:

@@ -6,13 +6,21 @@ import json
 import os
 import pty
 import re
+import sqlite3
 import subprocess
 import sys
 
 import pytest
 from tiny import ROOT, run_process, tiny_cfg
 
-from d2_memfit.cli.answers import Reads, keep_answer, known_answer, put_together
+from d2_memfit.cli import answers
+from d2_memfit.cli.answers import (
+    Reads,
+    keep_answer,
+    keep_dry_runs,
+    known_answer,
+    put_together,
+)
 from d2_memfit.config import load_cfg
 
 WITHOUT_PYTORCH = """
@@ -149,37 +157,102 @@ def args(tmp_path, monkeypatch):
     )
 
 
+ANSWER = {"text": "answer", **dict.fromkeys(("details", "next", "json", "file", "status"))}
+
+
 def test_files_are_as_they_were_when_they_were_read(args, tmp_path):
     file, missing = tmp_path / "annotations.json", tmp_path / "missing.json"
     file.write_text("1")
     reads = Reads(args)
     file.read_text()
     os.utime(file, (1, 1))  # another process changes it while the command runs
-    keep_answer(args, reads, [str(missing)], {"text": "answer"})
+    keep_answer(args, reads, [str(missing)], ANSWER)
     assert known_answer(args) is None
     reads = Reads(args)
     file.read_text()
-    keep_answer(args, reads, [str(missing)], {"text": "answer"})
+    keep_answer(args, reads, [str(missing)], ANSWER)
     assert known_answer(args)["text"] == "answer"
     missing.write_text("")
     assert known_answer(args) is None
 
 
+def test_records_of_runs_and_files_beside_the_cache_count(args, tmp_path):
+    """What runs teach is in the same folder."""
+    cache = tmp_path / "cache"
+    beside = tmp_path / "cache2.txt"
+    beside.write_text("1")
+    reads = Reads(args)
+    os.listdir(cache)
+    beside.read_text()
+    keep_answer(args, reads, [], ANSWER)
+    assert known_answer(args)["text"] == "answer"
+    beside.write_text("changed")
+    assert known_answer(args) is None
+    beside.write_text("1")
+    os.utime(beside, ns=(reads.states[str(beside)][0],) * 2)
+    assert known_answer(args)["text"] == "answer"
+    (cache / "run_1.json").write_text("{}")
+    assert known_answer(args) is None
+
+
+def test_a_file_that_is_opened_for_an_update_is_read_too(args, tmp_path):
+    file, written = tmp_path / "weights.bin", tmp_path / "log.txt"
+    file.write_bytes(b"1")
+    reads = Reads(args)
+    with file.open("r+b"), written.open("w"):
+        sqlite3.connect(tmp_path / "labels.db").close()
+    keep_answer(args, reads, [], ANSWER)
+    assert {str(file), str(tmp_path / "labels.db")} <= set(reads.states)
+    assert str(written) not in reads.states
+
+
+def test_an_environment_without_a_venv_has_its_sources_watched(args, tmp_path, monkeypatch):
+    """As that of conda, whose site-packages lie in the folder of the standard library."""
+    lib = tmp_path / "lib" / "python3.11"
+    for package in ("detectron2", "other"):
+        (lib / "site-packages" / package).mkdir(parents=True)
+        (lib / "site-packages" / package / "a.py").write_text("")
+    (lib / "os.py").write_text("")
+    reads = Reads(args)
+    monkeypatch.setattr(answers, "_STDLIB", f"{lib}/")
+    for file in ("site-packages/detectron2/a.py", "site-packages/other/a.py", "os.py"):
+        reads.add(lib / file)
+    packages = lib / "site-packages"
+    assert set(reads.states) == {str(packages / "detectron2" / "a.py"), str(packages)}
+
+
+def test_a_full_disk_leaves_no_file_behind(args, tmp_path):
+    reads = Reads(args)
+    reads.dry_runs.parent.mkdir(parents=True, exist_ok=True)
+    with pytest.raises(TypeError):
+        keep_dry_runs(args, reads, {"key": None})
+    assert not [*reads.dry_runs.parent.iterdir()]
+
+
+@pytest.mark.parametrize(("name", "is_same"), [("_", True), ("SSH_TTY", True), ("_SIZE", False)])
+def test_variables_of_a_project_are_part_of_the_question(args, monkeypatch, name, is_same):
+    before = Reads(args).answer
+    monkeypatch.setenv(name, "another")
+    assert (Reads(args).answer == before) == is_same
+
+
 def test_what_is_measured_is_not_kept_and_the_oldest_answers_go(args, tmp_path):
     reads = Reads(args)
-    for name, value in (("probe", True), ("budget", "auto"), ("no_cache", True)):
-        keep_answer(argparse.Namespace(**{**vars(args), name: value}), reads, [], {})
-    assert not (tmp_path / "cache").exists()
+    for name in ("probe", "no_cache"):
+        keep_answer(argparse.Namespace(**{**vars(args), name: True}), reads, [], {})
+    assert not [*(tmp_path / "cache" / "answers").iterdir()]
     for i in range(70):
         numbered = argparse.Namespace(**vars(args), i=i)
-        keep_answer(numbered, Reads(numbered), [], {"text": str(i)})
+        keep_answer(numbered, Reads(numbered), [], {**ANSWER, "text": str(i)})
     assert len(list((tmp_path / "cache" / "answers").iterdir())) == 64
     assert known_answer(argparse.Namespace(**vars(args), i=69))["text"] == "69"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"states": 1}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"states": 1}', '{"states": {}}', "[" * 10_000, "\x00"]
+)
 def test_a_file_that_is_no_answer_is_none(args, tmp_path, text):
-    keep_answer(args, Reads(args), [], {"text": "answer"})
+    keep_answer(args, Reads(args), [], ANSWER)
     (file,) = (tmp_path / "cache" / "answers").iterdir()
     file.write_text(text)
     assert known_answer(args) is None

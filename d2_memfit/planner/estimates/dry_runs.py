@@ -31,6 +31,9 @@ __all__ = ["DryRuns"]
 # Keys that no dry run reads: budgets, and how plans are made.
 _OF_PLANS = ("BUDGET_GB", "PRESET", "PLAN")
 
+# A batch whose values cannot be read, such as a sparse tensor, or one that contains itself.
+_NO_KEY = (NotImplementedError, RecursionError, RuntimeError, TypeError, ValueError)
+
 _CLASSES = {
     (cls.__module__, cls.__qualname__): cls
     for cls in (
@@ -55,7 +58,10 @@ class DryRuns:
 
     def __call__(self, step: Callable[..., Timeline], job: Job, batch: Any, *args: Any) -> Timeline:
         """Call ``train`` or ``evaluate`` of :mod:`~d2_memfit.planner.estimates.steps`."""
-        key = _key(step.__name__, _without_budget(job), job.ranks, batch, args)
+        try:
+            key = _key(step.__name__, _without_budget(job), job.ranks, batch, args)
+        except _NO_KEY:
+            return step(job, batch, *args)
         if key in self.kept:
             known = _read(self.kept[key])
             if known is not None:
@@ -83,7 +89,7 @@ def _add(digest: Any, value: Any) -> None:
     digest.update(f"{type(value).__qualname__}:".encode())
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {value.shape}:".encode())
-        digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     elif isinstance(value, np.ndarray):
         digest.update(f"{value.dtype} {value.shape}:".encode())
         digest.update(np.ascontiguousarray(value).data)

@@ -18,18 +18,23 @@ from .text import (
 __all__ = ["answer_of_estimate", "answer_of_plan", "first_of", "shortened"]
 
 _MOST_STEPS = 3  # lines
-_WIDTH = 100  # of a line about a step, or about what is assumed
+_WIDTH = 100  # of a line about what is assumed
+_WIDTH_OF_KEYS = 200
 _LARGEST = 3  # owners at the peak
 
 
 def answer_of_estimate(
-    e: MemoryEstimate, budget_gb: Optional[float] = None, fits: bool = True
+    e: MemoryEstimate,
+    budget_gb: Optional[float] = None,
+    limit_gb: float = 0.0,
+    fits: bool = True,
 ) -> str:
     """The answer to the command estimate.
 
     Args:
         budget_gb: MEMFIT.BUDGET_GB, if there is one.
-        fits: whether the job fits it.
+        limit_gb: what headroom leaves of it.
+        fits: whether the job fits that.
     """
     at_least = "at least " if e.at_least else ""
     memory = "of a process" if e.expandable_segments is None else "of each GPU"
@@ -37,17 +42,17 @@ def answer_of_estimate(
         verdict = f"Needs {at_least}{e.device_total_gb:.1f} GB {memory}"
     else:
         does = "Fits" if fits else "Does not fit"
-        allowed = f"{budget_gb:.4g} GB allowed"
-        verdict = f"{does}: needs {at_least}{e.device_total_gb:.1f} GB {memory}, {allowed}"
+        left = f"{limit_gb:.2f} of {budget_gb:.4g} GB are left after headroom"
+        verdict = f"{does}: needs {at_least}{e.device_total_gb:.2f} GB {memory}, {left}"
     low, high = e.device_range_gb
     height, width = e.image_size
     evaluation = "" if e.evaluation_gb is None else f", {e.evaluation_gb:.1f} in evaluation"
     owners = ((owner.replace(": ", " of "), gb) for owner, gb in e.breakdown.items())
     largest = [f"{owner} {gb:.1f}" for owner, gb in [*owners][:_LARGEST]]
     lines = [
-        f"{verdict}, {low:.1f} to {high:.1f} by its range",
-        f"The largest micro-batch: {e.micro_batch_size} images of {height} x {width} pixels"
-        + _objects(e),
+        f"{verdict}. Its range: {low:.1f} to {high:.1f} GB",
+        f"The largest micro-batch: {e.micro_batch_size} image{'s' * (e.micro_batch_size != 1)} "
+        f"of {height} x {width} pixels{_objects(e)}",
         f"PyTorch allocates {e.peak_allocated_gb:.1f} GB in training{evaluation}. The largest "
         f"parts: {', '.join(largest)} GB",
     ]
@@ -64,7 +69,12 @@ def answer_of_plan(plan: Plan) -> str:
         tiers = ",".join(plan.must_allow)
         lines.append(f"It fits if more may change: --allow {tiers}")
     if plan.fits:
-        without = f"Without the plan: {plan.before.device_total_gb:.1f} GB. " if plan.steps else ""
+        before_gb, limit_gb = plan.before.device_total_gb, plan.budget_gb * (1 - plan.margin)
+        without = f"Without the plan: {before_gb:.1f} GB. " if plan.steps else ""
+        if plan.steps and before_gb <= plan.budget_gb:  # headroom decides
+            without = (
+                f"Without the plan: {before_gb:.2f} GB, and headroom leaves {limit_gb:.2f} GB. "
+            )
         about = f". Times {plan.estimate.times}" if plan.steps and plan.estimate.times else ""
         lines.append(f"{without}{describe_chance(plan)}{about}")
         lines += _changes(plan.steps)
@@ -130,7 +140,9 @@ def _changes(steps: Sequence[PlanStep]) -> list[str]:
     lines = []
     for step in shown:
         gb = f"{step.gb_before:.1f} to {step.gb_after:.1f} GB"
-        lines.append(f"  {shortened(describe_settings(step.settings))}  ({step.name}: {gb})")
+        lines.append(
+            f"  {shortened(describe_settings(step.settings), _WIDTH_OF_KEYS)}  ({step.name}: {gb})"
+        )
     more = steps[len(shown) :]
     if more:
         lines.append(f"  and {len(more)} more: {', '.join(step.name for step in more)}")
@@ -139,7 +151,9 @@ def _changes(steps: Sequence[PlanStep]) -> list[str]:
 
 
 def _objects(e: MemoryEstimate) -> str:
-    return "" if e.num_instances is None else f", with {e.num_instances} objects at most"
+    if e.num_instances is None:
+        return ""
+    return f", with {e.num_instances} object{'s' * (e.num_instances != 1)} at most"
 
 
 def _sources(e: MemoryEstimate) -> str:

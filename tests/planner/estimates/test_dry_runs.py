@@ -5,6 +5,7 @@ import pickle
 import zlib
 from dataclasses import asdict
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_cfg
@@ -132,3 +133,36 @@ def test_what_is_no_timeline_is_made_again(data):
     runs.kept[key] = data
     assert runs(train, job, a_batch()).notes == ["made"]
     assert runs.kept[key] != data
+
+
+def a_circle():
+    circle = Circle()
+    circle.inner = circle
+    return circle
+
+
+class Circle:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "is_kept"),
+    [
+        (torch.zeros(3, 5)[:, 4], True),
+        (torch.zeros(1).expand(7), True),
+        (torch.zeros(2, dtype=torch.bfloat16, requires_grad=True), True),
+        (torch.zeros(0, 4), True),
+        (np.zeros(3, dtype="datetime64[s]"), False),
+        (torch.zeros(3).to_sparse(), False),
+        (torch.zeros(3, device="meta"), False),
+        (a_circle(), False),
+    ],
+)
+def test_any_batch_is_run_and_kept_if_it_can_be_compared(value, is_kept):
+    job, runs = Job.from_cfg(tiny_cfg("retinanet")), DryRuns()
+
+    def train(job, batch):
+        return Timeline(notes=["made"])
+
+    assert runs(train, job, [{**a_batch()[0], "more": value}]).notes == ["made"]
+    assert len(runs.kept) == is_kept

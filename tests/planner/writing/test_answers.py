@@ -54,6 +54,13 @@ def test_what_does_not_fit_says_what_would(plan):
     assert "Chance to fit: about 2 of 20 runs like this" in lines
 
 
+def test_a_job_that_only_headroom_refuses_is_not_said_to_need_more_than_the_budget(plan):
+    needs = replace(plan.before, device_total_gb=3.8)
+    planned = replace(plan, steps=(step("exact"),), before=needs, margin=0.1)
+    line = answer_of_plan(planned).splitlines()[1]
+    assert line.startswith("Without the plan: 3.80 GB, and headroom leaves 3.60 GB. Chance")
+
+
 def test_a_long_plan_is_a_short_answer(plan):
     many = [f"backbone.bottom_up.res{i}.{j}" for i in range(2, 6) for j in range(9)]
     steps = [
@@ -82,12 +89,13 @@ def test_an_estimate_says_what_the_job_needs_or_whether_it_fits(plan):
     lines = answer_of_estimate(e).splitlines()
     low, high = e.device_range_gb
     assert lines[0] == (
-        f"Needs {e.device_total_gb:.1f} GB of each GPU, {low:.1f} to {high:.1f} by its range"
+        f"Needs {e.device_total_gb:.1f} GB of each GPU. Its range: {low:.1f} to {high:.1f} GB"
     )
     assert len(lines) <= MOST
-    assert answer_of_estimate(e, 4.0).startswith("Fits: needs ")
-    assert answer_of_estimate(e, 4.0, fits=False).startswith("Does not fit: needs ")
-    assert "GB of each GPU, 4 GB allowed, " in answer_of_estimate(e, 4.0)
+    assert answer_of_estimate(e, 4.0, 3.6).startswith("Fits: needs ")
+    refused = answer_of_estimate(e, 4.0, 3.6, fits=False)
+    assert refused.startswith("Does not fit: needs ")
+    assert " GB of each GPU, 3.60 of 4 GB are left after headroom. " in refused
     on_cpu = answer_of_estimate(replace(e, expandable_segments=None, at_least=("a part",)))
     assert on_cpu.startswith("Needs at least ")
     assert "GB of a process" in on_cpu
