@@ -111,7 +111,7 @@ def test_the_smallest_budget_is_that_of_the_largest_image_with_its_margin(cfg):
     cfg.MEMFIT.BUDGET_GB = least_gb - 0.02
     too_small = certify(Job.from_cfg(cfg))
     assert too_small.too_large > 0
-    assert f"{too_small.too_large} have an image that does not fit" in str(too_small)
+    assert too_small.answer().startswith(f"Does not fit: {too_small.too_large} of 8 windows of ")
     assert too_small.least_budget_gb == least_gb
 
 
@@ -184,11 +184,13 @@ def test_its_text(certificate):
     most = max(certified(certificate))
     where = certified(certificate).index(most)
     limit = certificate.limit_bytes / 2**30
-    assert lines[0] == (
-        f"8 iterations of 6 images on 1 GPU: no window needs more than {most / 2**30:.2f} GB. A "
-        f"budget of 64.00 GB leaves {limit:.2f} GB"
+    answer = certificate.answer().splitlines()
+    assert answer[0] == (
+        "Fits: none of 8 windows of 6 images on 1 GPU needs more than "
+        f"{most / 2**30:.2f} of {limit:.2f} GB"
     )
-    assert "as they will be drawn (16 were loaded and compared)" in lines[1]
+    assert answer[1].startswith("That is what a budget of 64.00 GB leaves. The smallest budget ")
+    assert "as they will be drawn (16 were loaded and compared)" in lines[0]
     counts = [line for line in lines if "#" in line]
     assert sum(int(line.split(" GB")[1].split()[0]) for line in counts) == ITERATIONS
     assert f"iteration {where}: " in next(line for line in lines if "iteration" in line[10:])
