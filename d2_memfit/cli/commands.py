@@ -183,7 +183,7 @@ def _with_notes(args: argparse.Namespace, answer: str, details: str) -> tuple[st
     if not args.notes:
         return answer, details
     lines = [*args.notes, "", details]
-    return "\n".join([answer, first_of(args.notes)]), "\n".join(lines)
+    return "\n".join([answer, first_of(args.notes, 200)]), "\n".join(lines)
 
 
 def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:

@@ -137,7 +137,7 @@ def test_the_commands_of_the_page_find_the_keys_that_the_trainer_s_script_adds(f
     command = re.search(r"^d2-memfit (plan --trainer .*)$", page, re.MULTILINE)[1]
     main([*command.replace("CONFIG", "own.yaml").split(), "--device", "cpu"])
     found = "--project train_net:add_pointrend_config --project train_net:add_own_config"
-    assert f"Added the project's keys, as with: {found}\n" in capsys.readouterr().out
+    assert f"\nAdded the project's keys, as with: {found}\n" in capsys.readouterr().out
     estimate = ["estimate", "--config-file", "own.yaml", "--device", "cpu"]
     with pytest.raises(SystemExit):
         main(estimate)
@@ -179,7 +179,7 @@ def test_training_can_be_planned_by_itself(folder, capsys):
 
 def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
     config = ["plan", "--config-file", "lazy.py", "--budget", "20", "--device", "cpu"]
-    main([*config, "--output", "planned.py", "train.accumulation_steps=2"])
+    main([*config, "--details", "--output", "planned.py", "train.accumulation_steps=2"])
     assert "SOLVER.ACCUMULATION_STEPS 2, as before" in capsys.readouterr().out
     planned = LazyConfig.load("planned.py")
     assert planned.train.budget_gb == 20

@@ -75,7 +75,7 @@ def test_the_command_plans_with_the_project_s_keys(tmp_path, capsys):
     plan_file = tmp_path / "plan.yaml"
     opts = ["--device", "cuda", "--budget", "1.5", "--output", str(plan_file)]
     main(["plan", *ADD_KEYS, "--config-file", COINS, *opts])
-    assert "Budget: 1.5 GB" in capsys.readouterr().out
+    assert " of 1.5 GB" in capsys.readouterr().out.splitlines()[0]
     planned = load_cfg(str(plan_file), (), [add_pointrend_config])
     assert planned.MODEL.ROI_MASK_HEAD.NAME == "PointRendMaskHead"
     assert planned.MEMFIT.BUDGET_GB == 1.5

@@ -19,7 +19,7 @@ __all__ = ["answer_of_estimate", "answer_of_plan", "first_of", "shortened"]
 
 _MOST_STEPS = 3  # lines
 _WIDTH = 100  # of a line about what is assumed
-_WIDTH_OF_KEYS = 200
+_WIDTH_OF_KEYS = 200  # of a line with keys or options, which are copied
 _LARGEST = 3  # owners at the peak
 
 
@@ -173,10 +173,10 @@ def _unknown(e: MemoryEstimate) -> list[str]:
     return [f"{what}: {first_of(lines)}" for what, lines in named if lines]
 
 
-def first_of(lines: Sequence[str]) -> str:
+def first_of(lines: Sequence[str], width: int = _WIDTH) -> str:
     """The first of some lines, with the number of the others."""
     more = f" (and {len(lines) - 1} more)" if lines[1:] else ""
-    return shortened(lines[0]) + more
+    return shortened(lines[0], width) + more
 
 
 def shortened(text: str, width: int = _WIDTH) -> str:
