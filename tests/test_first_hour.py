@@ -118,7 +118,7 @@ def test_the_commands_of_readme(checkout, limit_gb, opts):
     plan, planned, fit = type_commands(README, "## What a plan", checkout, opts, limit_gb)
     assert f"MEMFIT.BUDGET_GB auto on the device cpu: {limit_gb or ''}" in fit
     assert "MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of my_train: coin" in fit
-    assert "Budget: 5.5 GB" in plan
+    assert " of 5.5 GB" in plan.splitlines()[0]
     cfg = load_cfg(str(checkout / "plan.yaml"))
     assert cfg.MEMFIT.BUDGET_GB < CARD_GB
     assert "Total inference time" in planned
@@ -145,6 +145,6 @@ def test_the_commands_of_getting_started(checkout):
     in_val = {os.path.basename(image["file_name"]) for image in of_val}
     assert {file.name for file in (checkout / "found" / "pictures").glob("*.png")} == in_val
     assert "1 images, " in predicted
-    assert "The largest images: " in estimated
-    assert "Budget: 5.5 GB" in planned
+    assert "The largest micro-batch: " in estimated
+    assert " of 5.5 GB" in planned
     assert (checkout / "output" / "on_6GB" / "model_final.pth").exists()

@@ -42,8 +42,8 @@ def test_it_runs(monkeypatch):
         if cell.cell_type == "code"
     ]
     _, estimate, plan, trained, broken, survived, events, owners, found, _ = printed
-    assert "of the device, with its context" in estimate
-    assert "Budget: 5.5 GB" in plan
+    assert "GB of each GPU" in estimate
+    assert " of 5.5 GB" in plan
     assert "iter: 59 " in trained
     assert "It ended with status 1." in broken
     assert "memory" in broken

@@ -250,10 +250,12 @@ def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monke
     )
     (tmp_path / "tiny.yaml").write_text(tiny_cfg("proposal_network", fpn=False).dump())
     monkeypatch.chdir(tmp_path)
+    config = ["--config-file", "tiny.yaml"]
     with pytest.raises(SystemExit) as e:
-        main(["doctor", "--trainer", "broken_project:Trainer", "--config-file", "tiny.yaml"])
+        main(["doctor", "--details", "--trainer", "broken_project:Trainer", *config])
     assert e.value.code == 3
     printed = capsys.readouterr().out
+    assert re.match(r"Does not work: \d+ of \d+ checks are good, \d+ are not, \d+ could", printed)
     assert "ok  accumulation:" in printed
     assert (
         "NO  recovery, memory runs out in the forward: ValueError: no such optimizer, in" in printed
