@@ -265,7 +265,8 @@ def _write(file: Path, write: Callable[[Path], Any]) -> None:
             new.replace(file)
         finally:
             new.unlink(missing_ok=True)
-        kept = sorted(file.parent.glob(f"*{file.suffix}"), key=lambda path: path.stat().st_mtime)
+        # With what commands that were killed have left.
+        kept = sorted(file.parent.iterdir(), key=lambda path: path.stat().st_mtime)
         for old in kept[: -_MOST[file.parent.name]]:
             old.unlink()
 

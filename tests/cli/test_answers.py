@@ -241,10 +241,14 @@ def test_what_is_measured_is_not_kept_and_the_oldest_answers_go(args, tmp_path):
     for name in ("probe", "no_cache"):
         keep_answer(argparse.Namespace(**{**vars(args), name: True}), reads, [], {})
     assert not [*(tmp_path / "cache" / "answers").iterdir()]
+    left = tmp_path / "cache" / "answers" / "0.123"  # of a command that was killed
+    left.write_text("{")
+    os.utime(left, (1, 1))
     for i in range(70):
         numbered = argparse.Namespace(**vars(args), i=i)
         keep_answer(numbered, Reads(numbered), [], {**ANSWER, "text": str(i)})
     assert len(list((tmp_path / "cache" / "answers").iterdir())) == 64
+    assert not left.exists()
     assert known_answer(argparse.Namespace(**vars(args), i=69))["text"] == "69"
 
 

@@ -90,6 +90,8 @@ def _add(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
         digest.update(f"{value.dtype} {value.shape}:".encode())
         digest.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        _add(digest, value.tolist())
     elif isinstance(value, np.ndarray):
         digest.update(f"{value.dtype} {value.shape}:".encode())
         digest.update(np.ascontiguousarray(value).data)
@@ -99,7 +101,7 @@ def _add(digest: Any, value: Any) -> None:
         for item in value:
             _add(digest, item)
         digest.update(b".")
-    elif hasattr(value, "__dict__"):
+    elif hasattr(value, "__dict__") and not callable(value):  # what code does is not in it
         _add(digest, vars(value))
     elif not (isinstance(value, str) and value.startswith(tempfile.gettempdir())):
         digest.update(f"{value!r},".encode())

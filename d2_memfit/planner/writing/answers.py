@@ -15,7 +15,7 @@ from .text import (
     what_would_tell,
 )
 
-__all__ = ["answer_of_estimate", "answer_of_plan", "first_of", "shortened"]
+__all__ = ["answer_of_estimate", "answer_of_plan", "first_of"]
 
 _MOST_STEPS = 3  # lines
 _WIDTH = 100  # of a line about what is assumed
@@ -141,7 +141,7 @@ def _changes(steps: Sequence[PlanStep]) -> list[str]:
     for step in shown:
         gb = f"{step.gb_before:.1f} to {step.gb_after:.1f} GB"
         lines.append(
-            f"  {shortened(describe_settings(step.settings), _WIDTH_OF_KEYS)}  ({step.name}: {gb})"
+            f"  {_shortened(describe_settings(step.settings), _WIDTH_OF_KEYS)}  ({step.name}: {gb})"
         )
     more = steps[len(shown) :]
     if more:
@@ -176,8 +176,8 @@ def _unknown(e: MemoryEstimate) -> list[str]:
 def first_of(lines: Sequence[str], width: int = _WIDTH) -> str:
     """The first of some lines, with the number of the others."""
     more = f" (and {len(lines) - 1} more)" if lines[1:] else ""
-    return shortened(lines[0], width) + more
+    return _shortened(lines[0], width) + more
 
 
-def shortened(text: str, width: int = _WIDTH) -> str:
+def _shortened(text: str, width: int = _WIDTH) -> str:
     return text if len(text) <= width else text[: width - 4].rstrip() + " ..."

@@ -166,3 +166,21 @@ def test_any_batch_is_run_and_kept_if_it_can_be_compared(value, is_kept):
 
     assert runs(train, job, [{**a_batch()[0], "more": value}]).notes == ["made"]
     assert len(runs.kept) == is_kept
+
+
+def test_what_lies_behind_addresses_is_compared():
+    """Objects in an array, and functions, are not told apart by where they are in memory."""
+    job, runs = Job.from_cfg(tiny_cfg("retinanet")), DryRuns()
+    names = np.array(["a", None], dtype=object)
+    functions = [lambda: 1, lambda: 2]
+
+    def train(job, batch):
+        return Timeline(notes=["made"])
+
+    for name in ("b", "c", "b"):
+        names[1] = name
+        runs(train, job, [names])
+    assert len(runs.kept) == 2
+    for function in functions:
+        runs(train, job, [function])
+    assert len(runs.kept) == 4
