@@ -5,8 +5,8 @@ import gc
 import io
 import sys
 
-from .cli.answers import Reads, known_answer, show_again
 from .cli.command_line import command_parser
+from .cli.kept_answers import Reads, known_answer, show_again
 from .common.library_warnings import ignore_warnings_of_libraries
 from .environment import missing
 

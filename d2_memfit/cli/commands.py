@@ -55,14 +55,7 @@ from ..planner.writing import (
 from ..report import read_run, write_html, write_png
 from ..settings import cfg_of_lazy
 from . import train
-from .answers import (
-    FILE,
-    Reads,
-    keep_answer,
-    keep_dry_runs,
-    known_dry_runs,
-    put_together,
-)
+from .answers import put_together
 from .command_line import command_parser, files_read
 from .job_options import (
     Config,
@@ -71,6 +64,7 @@ from .job_options import (
     job_of,
     load_any_config,
 )
+from .kept_answers import FILE, Reads, keep_answer, keep_dry_runs, known_dry_runs
 from .next_step import (
     after_a_look,
     after_certify,
