@@ -190,10 +190,10 @@ def _estimate(args: argparse.Namespace) -> None:
     _, job, device = _asked(args)
     if args.inference_only:
         inference = estimate_inference(job, device)
+        text, _ = _with_notes(args, str(inference), "")
         if args.json:
-            print(json.dumps(asdict(inference), indent=2))
-        else:
-            show("\n".join([str(inference), *args.notes]))
+            text = json.dumps(asdict(inference), indent=2)
+        show(text)
         return
     runs = _dry_runs(args)
     dry_job = run_dry(job, device, args.probe, not args.training_only, runs)

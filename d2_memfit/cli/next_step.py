@@ -28,6 +28,7 @@ __all__ = [
     "after_training",
 ]
 
+_BUDGETS = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
 # Options of a job and of its plan; those that are True have no value.
 _OPTIONS = [
     *("config_file", "trainer", "batch", "image_size", "instances", "device", "probe"),
@@ -55,7 +56,8 @@ def after_explain(args: argparse.Namespace, told: "ExplainedRun", plan: "Optiona
     if plan is None:
         return f"Next, plan for a card:\n  {_line(*explain, '--card', '8GB')}"
     if not plan.fits:
-        return f"Next, plan for a larger card:\n  {_line(*explain, '--card', _larger_card(plan))}"
+        larger = _larger_card(plan) or [*PRESETS][-1]
+        return f"Next, plan for a larger card:\n  {_line(*explain, '--card', larger)}"
     if args.output is None:
         file = "plan.py" if args.config_file else "plan.yaml"
         return f"Next, write it to a file:\n  {_line(*explain, *card, '--output', file)}"
@@ -92,16 +94,30 @@ def after_plan(args: argparse.Namespace) -> str:
 def after_no_plan(args: argparse.Namespace, plan: "Plan") -> str:
     """The lines after a plan that does not fit: what would."""
     if plan.must_allow:
-        asked = argparse.Namespace(**{**vars(args), "allow": ",".join(plan.must_allow)})
+        asked = _with(args, allow=",".join(plan.must_allow))
         return f"Next, let the plan change more:\n  {_plan(asked)}"
-    asked = argparse.Namespace(**{**vars(args), "card": _larger_card(plan), "budget": None})
-    return f"Next, plan for a larger card:\n  {_plan(asked)}"
+    card = _larger_card(plan) if plan.estimate.expandable_segments is not None else None
+    budget = None if card else plan.smallest_budget_gb
+    asked = _with(args, card=card, budget=budget, opts=_without_budget(args))
+    return f"Next, plan for more memory:\n  {_plan(asked)}"
 
 
-def _larger_card(plan: "Plan") -> str:
-    """The smallest card on which a plan fits that does not fit its budget."""
+def _without_budget(args: argparse.Namespace) -> list[str]:
+    """The KEY VALUE pairs that set no budget, or, of a LazyConfig, the overrides."""
+    if args.config_file.endswith(".py"):
+        return [text for text in args.opts if not text.lstrip("+").startswith("train.budget_gb=")]
+    pairs = zip(args.opts[::2], args.opts[1::2])
+    return [word for pair in pairs if pair[0] not in _BUDGETS for word in pair]
+
+
+def _with(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(args), **values})
+
+
+def _larger_card(plan: "Plan") -> Optional[str]:
+    """The smallest card on which a plan fits that does not fit its budget; None if none is."""
     least = plan.smallest_budget_gb or 0.0
-    return next((card for card, gb in PRESETS.items() if gb >= least), [*PRESETS][-1])
+    return next((card for card, gb in PRESETS.items() if gb >= least), None)
 
 
 def after_certify(args: argparse.Namespace) -> str:

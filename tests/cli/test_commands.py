@@ -237,8 +237,17 @@ def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(config_fil
     assert printed.startswith(
         "Does not fit: with all that may change, the job needs a budget of 0."
     )
-    assert "\n\nNext, plan for a larger card:\n  d2-memfit plan " in printed
+    assert "\n\nNext, plan for more memory:\n  d2-memfit plan " in printed
     assert " --card 4GB " in printed
+    # The next command can be pasted, whatever has set the budget. No card has as much RAM as a CPU.
+    command = ["plan", "--allow", "exact", "--device", "cpu", "--config-file", config_file]
+    with pytest.raises(SystemExit):
+        main([*command, "SOLVER.IMS_PER_BATCH", "1", "MEMFIT.BUDGET_GB", "0.1"])
+    again = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert "--card" not in again
+    assert "MEMFIT.BUDGET_GB" not in again
+    main(again[1:])
+    assert capsys.readouterr().out.startswith("Fits: ")
 
 
 def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, monkeypatch, capsys):
