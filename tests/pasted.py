@@ -21,7 +21,8 @@ def paste(printed, folder, *more, **placeholders):
         command = command.replace(name, str(value))
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
-    (programs / "d2-memfit").write_text(f'#!/bin/sh\nexec {sys.executable} -m d2_memfit "$@"')
+    python = shlex.quote(sys.executable)
+    (programs / "d2-memfit").write_text(f'#!/bin/sh\nexec {python} -m d2_memfit "$@"')
     (programs / "d2-memfit").chmod(0o755)
     path = f"{programs}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
     result = subprocess.run(

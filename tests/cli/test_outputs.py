@@ -299,9 +299,8 @@ def all_files(folder):
 
 
 def run(words, monkeypatch):
-    command, *arguments = words.format(
-        tiles=ROOT / "projects/TiledImages/configs/mask_rcnn_coins_tiled.yaml"
-    ).split()
+    tiles = ROOT / "projects/TiledImages/configs/mask_rcnn_coins_tiled.yaml"
+    command, *arguments = (word.format(tiles=tiles) for word in words.split())
     if "/" in command:
         monkeypatch.setattr(sys, "argv", [command, *arguments])
         monkeypatch.setattr(logger, "setup_logger", lambda **_: None)  # it would last
