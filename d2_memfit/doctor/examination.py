@@ -90,14 +90,14 @@ def examine_runs(
 
 
 def answer_of_findings(findings: Sequence[Finding]) -> str:
-    """Whether a job works, and the checks that say otherwise or could not tell."""
+    """Describe whether a job works, with the checks that failed or could not run."""
     not_well = [finding for finding in findings if finding.is_well is False]
     unknown = [finding for finding in findings if finding.is_well is None]
     num_well = len(findings) - len(not_well) - len(unknown)
     verdict = "Does not work" if not_well else "Works"
-    counts = [f"{num_well} of {len(findings)} checks are good"]
-    counts += [f"{len(not_well)} are not"] if not_well else []
-    counts += [f"{len(unknown)} could not be made here"] if unknown else []
+    counts = [f"{num_well} of {len(findings)} checks passed"]
+    counts += [f"{len(not_well)} failed"] if not_well else []
+    counts += [f"{len(unknown)} could not run here"] if unknown else []
     return "\n".join([f"{verdict}: {', '.join(counts)}", *map(str, [*not_well, *unknown])])
 
 

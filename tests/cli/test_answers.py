@@ -20,7 +20,7 @@ def test_a_verdict_has_a_colour_on_a_terminal_only(is_terminal):
     code = "from d2_memfit.cli.answers import coloured; print(coloured('Fits: 4.9 of 5.5 GB: yes'))"
     ours, theirs = pty.openpty() if is_terminal else os.pipe()
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-    environment.update(TERM="xterm", PYTHONPATH=str(ROOT))
+    environment.update(TERM="xterm", PYTHONPATH=str(ROOT), FORCE_COLOR="1")
     subprocess.run([sys.executable, "-c", code], stdout=theirs, env=environment, check=True)
     os.close(theirs)
     text = os.read(ours, 1000).decode().strip()

@@ -228,7 +228,10 @@ def test_no_warning_of_a_library_stands_before_the_answer(config_file, command):
     assert run.stdout.startswith("Needs ") or run.stdout == f"d2_memfit {__version__}\n"
 
 
-def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(config_file, capsys):
+def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(
+    config_file, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     args = ["plan", "--budget", "0.5", "--allow", "exact", "--device", "cuda"]
     with pytest.raises(SystemExit) as e:
         main([*args, "--config-file", config_file, "SOLVER.IMS_PER_BATCH", "1"])

@@ -255,7 +255,9 @@ def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monke
         main(["doctor", "--details", "--trainer", "broken_project:Trainer", *config])
     assert e.value.code == 3
     printed = capsys.readouterr().out
-    assert re.match(r"Does not work: \d+ of \d+ checks are good, \d+ are not, \d+ could", printed)
+    assert re.match(
+        r"Does not work: \d+ of \d+ checks passed, \d+ failed, \d+ could not run", printed
+    )
     assert "ok  accumulation:" in printed
     assert (
         "NO  recovery, memory runs out in the forward: ValueError: no such optimizer, in" in printed
