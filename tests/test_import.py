@@ -1,7 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """The package without Detectron2, and as pip installs it."""
 
+import importlib.util
 import os
+import re
 import shutil
 import sys
 import venv
@@ -14,6 +16,17 @@ import d2_memfit
 from d2_memfit.cli.command_line import COMMANDS
 
 pytestmark = pytest.mark.slow
+
+
+EXTRAS = {  # with a module of each
+    "8bit": "bitsandbytes",
+    "lora": "peft",
+    "onnx": "onnx",
+    "plot": "plotly",
+    "smaller": "torch_pruning",
+    "tiles": "rasterio",
+    "transformers": "transformers",
+}
 
 
 def is_said(message):
@@ -111,7 +124,8 @@ def installed(tmp_path_factory):
     beneath = "".join(f"import site; site.addsitedir({p!r})\n" for p in elsewhere)
     (packages / "beneath.pth").write_text(beneath)
     before = packages_of(python)
-    wheels = [str(path) for path in folder.glob("*.whl")]
+    there = [extra for extra, module in EXTRAS.items() if importlib.util.find_spec(module)]
+    wheels = [f"{path}[{','.join(there)}]" for path in folder.glob("*.whl")]
     # Without an index: a requirement that is not there already would end it.
     done = run_process([*pip, "--python", python, "install", "--no-index", *wheels], env={})
     assert done.returncode == 0, done.stderr
@@ -129,6 +143,9 @@ def packages_of(python):
 
 @pytest.mark.long
 def test_pip_installs_d2_memfit_and_changes_nothing_else(installed):
+    """With all extras whose packages are there."""
+    extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    assert set(re.findall(r"^(\w+) = \[", extras.partition("\n\n")[0], re.MULTILINE)) == {*EXTRAS}
     python, before = installed
     after = packages_of(python)
     assert any(Path(path).name.startswith("torch-") for path in before)
