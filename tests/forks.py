@@ -135,8 +135,8 @@ def _run(arguments, files, folder, environment, limits):
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(descriptor, number)
         os.close(descriptor)
-    sys.stdout = open(1, "w", closefd=False)  # the server's may be a file, with a position
-    sys.stderr = open(2, "w", 1, closefd=False, errors="backslashreplace")
+    sys.stdout = os.fdopen(1, "w", closefd=False)  # the server's may be a file, with a position
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False, errors="backslashreplace")
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
