@@ -10,7 +10,7 @@ _LINES = 10  # of an answer, so that 15 are enough for all
 _MORE = {
     "estimate": "--details, --json, --html FILE",
     "plan": "--details, --json, --html FILE",
-    "explain": "--details, --json",
+    "explain": "--details, --json, --html FILE",
 }
 _COLOURS = {"Fits": "green", "Works": "green", "Does not fit": "red", "Does not work": "red"}
 

@@ -161,9 +161,7 @@ def _parser_of_asking() -> argparse.ArgumentParser:
     parser.add_argument(
         "--training-only", action="store_true", help="leave out the memory of evaluation"
     )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="draw the memory of a step, as an HTML page"
-    )
+    _add_html_option(parser)
     _add_job_options(parser)
     return parser
 
@@ -187,8 +185,14 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
     _add_project_options(parser)
     _add_size_options(parser)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
+    _add_html_option(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_details_option(parser)
+
+
+def _add_html_option(parser: argparse.ArgumentParser) -> None:
+    help = "write the answer and the memory of a step as one HTML page"
+    parser.add_argument("--html", type=Path, metavar="FILE", help=help)
 
 
 def _add_details_option(parser: argparse.ArgumentParser) -> None:

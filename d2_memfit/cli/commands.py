@@ -33,6 +33,7 @@ from ..explain import (
     describe_run,
     describe_runs,
     explain_each,
+    page_of_run,
     plan_for,
 )
 from ..inference import estimate_inference
@@ -46,13 +47,13 @@ from ..planner.writing import (
     answer_of_plan,
     describe_estimate,
     describe_plan,
-    draw_estimate,
-    draw_plan,
     first_of,
     lazy_file,
+    page_of_estimate,
+    page_of_plan,
     planned_yaml,
 )
-from ..report import read_run, write_html, write_png
+from ..report import read_run, write_html, write_page, write_png
 from ..settings import cfg_of_lazy
 from . import train
 from .answers import put_together
@@ -101,25 +102,30 @@ def _explain(args: argparse.Namespace) -> None:
         check_positive_int("--instances", args.instances)
     each = list(explain_each(args.log, help))
     explanation = Explanation(tuple(one.told for one in each))
-    if args.json and args.output is None:
+    if args.json and args.output is None and args.html is None:
         print(json.dumps(asdict(explanation), indent=2))
         return
     # The last run that died, or else the last.
     died = [one for one in each if one.told.oom is not None]
     run, prediction, told = (died or each)[-1]
-    plan = None if prediction is None else plan_for(run, prediction, args.card)
+    fitting = None if prediction is None else plan_for(run, prediction, args.card)
+    plan = None if fitting is None else fitting.plan
     writes = args.output is not None and plan is not None and plan.fits
     if prediction is not None and plan is not None and writes:
         with output_file(args.output, "w") as file:
             file.write(_planned_file(args, prediction.rebuilt.job, plan))
+    answer, details = answer_of_run(told, prediction, plan), describe_run(run, told, prediction)
+    next_step = after_explain(args, told, plan)
+    if each[1:]:
+        answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
+        details = f"{describe_runs(explanation.runs)}\n\n{details}"
+    if args.html is not None:
+        page = page_of_run(run, told, prediction, fitting, answer, details, next_step)
+        write_page(page, args.html)
     if args.json:
         print(json.dumps(asdict(explanation), indent=2))
     else:
-        answer, details = answer_of_run(told, prediction, plan), describe_run(run, told, prediction)
-        if each[1:]:
-            answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
-            details = f"{describe_runs(explanation.runs)}\n\n{details}"
-        show(put_together(args, answer, details, after_explain(args, told, plan)))
+        show(put_together(args, answer, details, next_step))
     if args.output is not None and not writes:
         sys.exit(_DOES_NOT_FIT)
 
@@ -198,8 +204,6 @@ def _estimate(args: argparse.Namespace) -> None:
     runs = _dry_runs(args)
     dry_job = run_dry(job, device, args.probe, not args.training_only, runs)
     estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
-    if args.html is not None:
-        draw_estimate(dry_job, args.html, say)
     limit = dry_job.limit_bytes
     answer = answer_of_estimate(estimate)
     if job.budget_gb is not None and limit is not None:
@@ -207,6 +211,8 @@ def _estimate(args: argparse.Namespace) -> None:
         answer = answer_of_estimate(estimate, *verdict)
     text, details = _with_notes(args, answer, describe_estimate(estimate))
     next_step = after_a_look(args)
+    if args.html is not None:
+        write_page(page_of_estimate(dry_job, text, next_step, say), args.html)
     _keep(args, runs, estimate, estimate, text=text, details=details, next=next_step)
     _print(args, estimate, text, details, next_step)
 
@@ -231,20 +237,20 @@ def _plan(args: argparse.Namespace) -> None:
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         runs=runs,
     )
+    text, details = _with_notes(args, answer_of_plan(plan), describe_plan(plan))
+    next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)
     # Files first: who reads what is printed may end early.
     if args.html is not None:
         before, after = (
             run_dry(j, device, evaluates=False, runs=runs)
             for j in (job, job.with_settings(plan.settings))
         )
-        draw_plan(plan, before, after, args.html, say)
+        write_page(page_of_plan(plan, before, after, text, next_step, say), args.html)
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
-        text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
+        file_text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
         with output_file(args.output, "w") as file:
-            file.write(text or planned_yaml(cfg, plan))
-    text, details = _with_notes(args, answer_of_plan(plan), describe_plan(plan))
-    next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)
+            file.write(file_text or planned_yaml(cfg, plan))
     answer: dict[str, Any] = {"text": text, "details": details, "next": next_step}
     answer["status"] = 0 if plan.fits else _DOES_NOT_FIT
     if plan.fits:

@@ -7,6 +7,7 @@ from typing import Any
 
 from .explanation import *
 from .fitting import *
+from .page import *
 from .rebuild import *
 from .records import *
 from .sources import *

@@ -2,7 +2,7 @@
 """A plan for a logged run's card, which starts from what the log has measured."""
 
 from dataclasses import replace
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from ..config import PRESETS, budget_of_preset, find_card, settings_of_card
 from ..job import TYPICAL_SIZE, Job
@@ -12,20 +12,31 @@ from .explanation import Prediction
 from .rebuild import card_of
 from .records import LoggedRun
 
-__all__ = ["plan_for"]
+__all__ = ["Fitting", "plan_for"]
 
 _LONG = 200  # iterations after which most batches have had an image of the largest scale
 _MIB_PER_GB = 1024
 
 
-def plan_for(run: LoggedRun, prediction: Prediction, card: Optional[str] = None) -> Optional[Plan]:
+class Fitting(NamedTuple):
+    """A plan, and the job, device and card that it is for."""
+
+    plan: Plan
+    job: Job
+    device: DeviceModel
+    card_gb: float
+
+
+def plan_for(
+    run: LoggedRun, prediction: Prediction, card: Optional[str] = None
+) -> Optional[Fitting]:
     """Plan a run's job for its card, with current software.
 
     Args:
         card: another card, as for ``--card``.
 
     Returns:
-        The plan; None if neither the log nor ``card`` names a card.
+        The plan, and what it is for; None if neither the log nor ``card`` names a card.
 
     Raises:
         ConfigError: there is no such card.
@@ -42,14 +53,15 @@ def plan_for(run: LoggedRun, prediction: Prediction, card: Optional[str] = None)
     device = DeviceModel.load(own.device if own else "cuda")
     job, more_mib = _as_measured(run, prediction)
     device = replace(device, other_tensors_mb=device.other_tensors_mb + more_mib)
-    preset = settings["MEMFIT.PRESET"]
-    return plan_memory(
-        job.with_settings(settings),
+    job, preset = job.with_settings(settings), settings["MEMFIT.PRESET"]
+    plan = plan_memory(
+        job,
         budget_of_preset(preset) if preset else settings["MEMFIT.BUDGET_GB"],
         allow=job.cfg.MEMFIT.PLAN.ALLOW,
         device=device,
         evaluates=False,
     )
+    return Fitting(plan, job, device, own.memory_gb if own else float(preset.rstrip("GB")))
 
 
 def _as_measured(run: LoggedRun, prediction: Prediction) -> tuple[Job, float]:

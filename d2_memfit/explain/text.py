@@ -14,9 +14,9 @@ from ..planner.writing import (
 )
 from .explanation import ExplainedRun, Prediction, is_shared
 from .printed_model import parameters_in
-from .records import LoggedRun
+from .records import LoggedRun, Progress
 
-__all__ = ["answer_of_run", "describe_run", "describe_runs"]
+__all__ = ["answer_of_run", "describe_run", "describe_runs", "rises_of", "table_of_run"]
 
 _CASES = {
     "at once": "at once",
@@ -54,6 +54,23 @@ def describe_run(run: LoggedRun, told: ExplainedRun, prediction: Optional[Predic
 def describe_runs(told: Sequence[ExplainedRun]) -> str:
     """One line for each run of a log."""
     return "\n".join(f"{one.name}: {_sentence(one)}" for one in told)
+
+
+def table_of_run(told: ExplainedRun) -> list[list[str]]:
+    """What was measured, beside what is predicted. The first row has the names."""
+    peak = (
+        "not predicted" if told.range_mib is None else "{} to {}".format(*map(_gb, told.range_mib))
+    )
+    measured = _gb(told.measured_mib) or "not in the log"
+    if told.oom is not None and told.measured_mib is not None:
+        measured += ", before the error"
+    rows = [["", "measured", "predicted"], ["peak of allocated memory", measured, peak]]
+    if told.seconds is not None:
+        of_time = "not predicted"
+        if told.predicted_s is not None:
+            of_time = "{:.2f} to {:.2f} s, for the largest images".format(*told.predicted_s)
+        rows.append(["time of an iteration", f"{told.seconds:.2f} s", of_time])
+    return rows
 
 
 def _sentence(told: ExplainedRun) -> str:
@@ -126,8 +143,9 @@ def _what_ran(
     if run.images is not None:
         objects = f", {run.objects} objects" if run.objects is not None else ""
         yield f"Data: {run.images} images{objects}"
-    rises = _rises(run)
+    rises = rises_of(run.progress)
     if rises:
+        rises = rises if len(rises) <= 4 else [*rises[:2], *rises[-2:]]
         yield "Memory: " + ", ".join(f"{_gb(mib)} at iteration {i:,}" for i, mib in rises)
     if told.seconds is not None:
         said = f"{told.seconds:.2f} s"
@@ -136,13 +154,13 @@ def _what_ran(
         yield f"Seconds of an iteration: {said}"
 
 
-def _rises(run: LoggedRun) -> list[tuple[int, float]]:
-    """The iterations at which the peak rose: the first two, and the last two."""
+def rises_of(progress: Sequence[Progress]) -> list[tuple[int, float]]:
+    """The iterations at which the peak rose by 0.5% or more, and the peak in MiB."""
     rises: list[tuple[int, float]] = []
-    for p in run.progress:
+    for p in progress:
         if p.peak_mib is not None and (not rises or p.peak_mib > 1.005 * rises[-1][1]):
             rises.append((p.iteration, p.peak_mib))
-    return rises if len(rises) <= 4 else [*rises[:2], *rises[-2:]]
+    return rises
 
 
 def _message(run: LoggedRun, told: ExplainedRun) -> Iterator[str]:

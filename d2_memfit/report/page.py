@@ -1,16 +1,17 @@
 # Copyright (c) the d2_memfit developers.
-"""An HTML page that shows the memory of a step tensor by tensor. It works offline."""
+"""An HTML page with an answer, and the memory of a step tensor by tensor. It works offline."""
 
 import html
 import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 from ..common.files import output_file
 
-__all__ = ["Bar", "Chart", "Page", "Tensor", "write_page"]
+__all__ = ["Bar", "Chart", "Measured", "Page", "Tensor", "write_page"]
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -80,24 +81,52 @@ class Bar:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a log has measured, beside what is predicted.
+
+    Attributes:
+        rows: a table with a header row.
+        rises_gb: iterations, and the peak of allocated memory from there on. The last point is the
+            last iteration.
+        range_gb: predicted range of that peak; None if nothing is predicted.
+        failed_gb: iteration and allocated memory, with what was asked for, of an out-of-memory
+            error; None if there was none, or if its message does not say.
+    """
+
+    rows: list[list[str]]
+    rises_gb: list[tuple[int, float]]
+    range_gb: Optional[tuple[float, float]]
+    failed_gb: Optional[tuple[int, float]]
+
+
+@dataclass(frozen=True)
 class Page:
     """The content of a page.
 
     Attributes:
         title: title of the page.
+        answer: lines of which the first is the verdict.
+        next_step: what to type.
         job_lines: lines about the job.
         charts: the job without changes, or before and after a plan.
-        limits_gb: limits that are drawn as lines through charts and bars, by name.
+        limits_gb: limits that are drawn as lines through charts and bars, by name. The smallest is
+            the first.
+        keys: config keys to copy, as YAML; "" if nothing changes.
         bars: bars of the knobs. The first is the job without changes.
         steps: the steps of a plan as a table with a header row; None without a plan.
+        measured: what a log has measured; None without a log.
     """
 
     title: str
+    answer: str
+    next_step: str
     job_lines: list[str]
     charts: list[Chart]
     limits_gb: dict[str, float]
-    bars: list[Bar]
+    keys: str = ""
+    bars: Sequence[Bar] = ()
     steps: Optional[list[list[str]]] = None
+    measured: Optional[Measured] = None
 
 
 def write_page(page: Page, path: Path) -> None:

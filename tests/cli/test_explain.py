@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import yaml
 from made_up_logs import OOM, TRACEBACK, config_text, headed, log, notebook, progress
 from pasted import paste
 
@@ -122,6 +123,30 @@ def test_a_plan_that_cannot_be_written_is_not_a_success(write, tmp_path, capsys)
         with pytest.raises(SystemExit, match="3"):
             main(["explain", log_file, "--output", str(file)])
         assert not file.exists()
+
+
+@pytest.mark.slow
+def test_a_page_has_what_the_log_measured_beside_what_is_predicted(write, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    path = write(messages(TRACEBACK + OOM, SOLVER__IMS_PER_BATCH=8))
+    (run,) = explained(capsys, path)["runs"]
+    main(["explain", path, "--card", "12GB", "--html", str(page)])
+    text = capsys.readouterr().out
+    data = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])
+    assert text.startswith(data["answer"])
+    assert data["next_step"] in text
+    assert data["limits_gb"] == {"budget": 11.5, "card": 12}
+    assert yaml.safe_load(data["keys"])["MEMFIT"]["BUDGET_GB"] == 11.5
+    assert [chart["name"] for chart in data["charts"]] == ["as it ran", "with the plan"]
+    measured = data["measured"]
+    assert measured["range_gb"] == [mib / 1024 for mib in run["range_mib"]]
+    assert measured["rises_gb"] == [[19, 3000 / 1024], [39, 3000 / 1024]]
+    assert measured["failed_gb"] == [39, 8.5]  # 7 GiB allocated, and 1.5 asked for
+    assert "of_a_stranger" in "".join(data["job_lines"])
+    unknown = write(messages(MODEL__META_ARCHITECTURE="Mine"), "other.txt")
+    main(["explain", unknown, "--html", str(page), "--json"])
+    assert json.loads(capsys.readouterr().out)["runs"][0]["not_rebuilt"]
+    assert '"charts": []' in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,12 @@ def test_a_peak_that_may_not_be_the_largest_changes_nothing(prediction, run):
 @pytest.mark.slow
 def test_a_plan_is_for_the_card_of_the_log_or_another(prediction):
     assert plan_for(LoggedRun(), prediction) is None
-    assert plan_for(LoggedRun(gpus=["Tesla T4"]), prediction).budget_gb == 14.4
-    assert plan_for(LoggedRun(gpus=["Tesla T4"]), prediction, "RTX 3060").budget_gb == 11.5
+    assert plan_for(LoggedRun(gpus=["Tesla T4"]), prediction).plan.budget_gb == 14.4
+    assert plan_for(LoggedRun(gpus=["Tesla T4"]), prediction, "RTX 3060").plan.budget_gb == 11.5
     with_size = plan_for(LoggedRun(gpus=["Tesla T4"]), prediction, "RTX 4090 24GB")
-    assert with_size.budget_gb == 23.4
-    assert "not tried on this generation" in with_size.estimate.times
+    assert with_size.card_gb == 24
+    assert with_size.plan.budget_gb == 23.4
+    assert "not tried on this generation" in with_size.plan.estimate.times
     with pytest.raises(ConfigError, match="'Voodoo' is not known"):
         plan_for(LoggedRun(), prediction, "Voodoo")
 
@@ -69,7 +70,7 @@ def test_a_plan_is_for_the_card_of_the_log_or_another(prediction):
 @pytest.mark.slow
 def test_a_plan_has_room_for_what_was_measured(prediction):
     worst = prediction.estimate.peak_allocated_gb * 1024
-    plain = plan_for(LoggedRun(), prediction, "8GB")
-    more = plan_for(run_with(worst + 300), prediction, "8GB")
+    plain = plan_for(LoggedRun(), prediction, "8GB").plan
+    more = plan_for(run_with(worst + 300), prediction, "8GB").plan
     difference = more.estimate.peak_allocated_gb - plain.estimate.peak_allocated_gb
     assert difference == pytest.approx(300 / 1024, rel=0.05)

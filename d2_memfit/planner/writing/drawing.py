@@ -3,58 +3,65 @@
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from pathlib import Path
 from typing import Any, Optional, Union
 
 from ...common.units import GB
 from ...config import PRESETS
 from ...errors import MemfitError
-from ...report import Bar, Chart, Page, Tensor, write_page
+from ...report import Bar, Chart, Page, Tensor
 from ...techniques import TECHNIQUES, get_technique
 from ..dry_run import Allocate, Allocation, Free
 from ..estimates import DryJob, in_words
 from ..search import Plan, preference
-from .text import describe_batch, describe_plan, describe_settings
+from .plan_file import keys_as_yaml
+from .text import describe_batch, describe_settings
 
-__all__ = ["draw_estimate", "draw_plan"]
+__all__ = ["chart_of", "page_of_estimate", "page_of_plan"]
 
 _TOO_SMALL = 1e-4  # share of the peak; smaller tensors are not drawn
 
 
-def draw_estimate(
-    dry_job: DryJob, path: Path, progress: Callable[[str], None] = lambda line: None
-) -> None:
-    """Write a page about a job without changes.
+def page_of_estimate(
+    dry_job: DryJob,
+    answer: str,
+    next_step: str,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Page:
+    """The page of a job without changes.
 
     Args:
+        answer, next_step: what the command prints.
         progress: called with a line for each change that is tried.
     """
-    page = Page(
+    return Page(
         title=f"What a job needs of {dry_job.device.description}",
+        answer=answer,
+        next_step=next_step,
         job_lines=_job_lines(dry_job),
-        charts=[_chart(dry_job, "training")],
+        charts=[chart_of(dry_job, "training")],
         limits_gb=_limits(dry_job, dry_job.job.budget_gb),
         bars=_bars(dry_job, progress),
     )
-    write_page(page, path)
 
 
-def draw_plan(
+def page_of_plan(
     plan: Plan,
     before: DryJob,
     after: DryJob,
-    path: Path,
+    answer: str,
+    next_step: str,
     progress: Callable[[str], None] = lambda line: None,
-) -> None:
-    """Write a page about a plan.
+) -> Page:
+    """The page of a plan.
 
     Args:
         before, after: the job without and with the plan.
+        answer, next_step: what the command prints.
         progress: called with a line for each change that is tried.
     """
-    charts = [_chart(after, "with the plan")]
+    charts = [chart_of(after, "with the plan")]
     if plan.steps:
-        charts.insert(0, _chart(before, "without the plan"))
+        charts.insert(0, chart_of(before, "without the plan"))
     header = ["step", "tier", "GB before", "GB after", "time x", "settings", "what it changes"]
     rows = [
         [
@@ -63,15 +70,17 @@ def draw_plan(
         ]
         for s in plan.steps
     ]
-    page = Page(
+    return Page(
         title=f"A plan for {plan.budget_gb:.4g} GB of {before.device.description}",
-        job_lines=[describe_plan(plan).splitlines()[0], *_job_lines(after)],
+        answer=answer,
+        next_step=next_step,
+        job_lines=_job_lines(after),
         charts=charts,
         limits_gb=_limits(after, plan.budget_gb),
+        keys=keys_as_yaml(before.job.cfg, plan),
         bars=_bars(before, progress),
         steps=[header, *rows] if rows else None,
     )
-    write_page(page, path)
 
 
 def _job_lines(dry_job: DryJob) -> list[str]:
@@ -90,7 +99,8 @@ def _limits(dry_job: DryJob, budget_gb: Optional[float]) -> dict[str, float]:
     return limits
 
 
-def _chart(dry_job: DryJob, name: str) -> Chart:
+def chart_of(dry_job: DryJob, name: str) -> Chart:
+    """Memory over a dry run, tensor by tensor."""
     device, limit = dry_job.device, dry_job.limit_bytes
     tensors, phases, num_steps, left_out = _tensors(device.events(dry_job.training))
     use = dry_job.training_use(limit)

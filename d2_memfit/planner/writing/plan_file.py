@@ -15,7 +15,14 @@ from ...settings import overrides_of
 from ..search import Plan
 from .text import describe_plan
 
-__all__ = ["budget_in", "lazy_file", "planned", "planned_config", "planned_yaml"]
+__all__ = [
+    "budget_in",
+    "keys_as_yaml",
+    "lazy_file",
+    "planned",
+    "planned_config",
+    "planned_yaml",
+]
 
 
 def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode, DictConfig]:
@@ -46,6 +53,22 @@ def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
         return comment + yaml.safe_dump(overrides_of(_settings(plan)), sort_keys=False)
     of_plan = {"VERSION", *_settings(plan)}
     return comment + CfgNode(_differences(planned_config(cfg, plan), get_cfg(), of_plan)).dump()
+
+
+def keys_as_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
+    """The keys that a plan sets, to copy into a config; "" if it does not fit."""
+    if not plan.fits:
+        return ""
+    if isinstance(cfg, DictConfig):
+        return yaml.safe_dump(overrides_of(plan.settings), sort_keys=False)
+    keys: dict[str, Any] = {}
+    for name, value in plan.settings.items():
+        *nodes, key = name.split(".")
+        node = keys
+        for parent in nodes:
+            node = node.setdefault(parent, {})
+        node[key] = value
+    return yaml.safe_dump(keys, sort_keys=False)
 
 
 def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictConfig]:

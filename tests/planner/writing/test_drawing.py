@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+import yaml
 from browser import CHROMIUM, browser
 from tiny import tiny_cfg
 
@@ -89,6 +90,8 @@ def test_an_estimate_is_drawn(config_file, tmp_path, capsys):
     assert names[:2] == ["as it is", "1 image at a time"]
     assert "MixedPrecision" in names
     assert "4GB card, of which a process gets 3.5 GB" in data["limits_gb"]
+    assert data["answer"].startswith("Needs ")
+    assert "d2-memfit plan --config-file" in data["next_step"]
 
 
 @pytest.mark.exhaustive  # a search, and then all knobs
@@ -104,6 +107,8 @@ def test_a_plan_is_drawn_before_and_after(config_file, tmp_path, capsys):
     assert after["total_bytes"] / GB == pytest.approx(plan["estimate"]["device_total_gb"])
     assert after["total_bytes"] < plan["budget_gb"] * GB < before["total_bytes"]
     assert data_of(page)["limits_gb"]["budget"] == plan["budget_gb"]
+    assert data_of(page)["answer"].startswith("Fits: ")
+    assert yaml.safe_load(data_of(page)["keys"])["MEMFIT"]["BUDGET_GB"] == 1
     with browser(tmp_path / "profile") as b:
         b.open(page)
         assert b.evaluate("document.querySelectorAll('svg.chart').length") == 2
