@@ -2,9 +2,11 @@
 """The text of a command: the answer, its details if they are asked for, and what to type."""
 
 import argparse
+import os
 import sys
+from typing import Optional, TextIO
 
-__all__ = ["coloured", "put_together"]
+__all__ = ["coloured", "print_text", "put_together"]
 
 _LINES = 10  # of an answer, so that 15 are enough for all
 _MORE = {
@@ -31,3 +33,12 @@ def coloured(text: str) -> str:
     from termcolor import colored  # Detectron2 brings it
 
     return colored(verdict + colon, _COLOURS[verdict], attrs=["bold"]) + rest
+
+
+def print_text(text: str, file: Optional[TextIO] = None) -> None:
+    """Print a text, unless its reader has ended, as in ``d2-memfit ... | head``."""
+    file = file or sys.stdout
+    try:
+        print(text, file=file, flush=True)
+    except BrokenPipeError:  # https://docs.python.org/3/library/signal.html#note-on-sigpipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())

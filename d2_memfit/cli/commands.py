@@ -56,7 +56,7 @@ from ..planner.writing import (
 from ..report import read_run, write_html, write_page, write_png
 from ..settings import cfg_of_lazy
 from . import train
-from .answers import put_together
+from .answers import print_text, put_together
 from .command_line import command_parser, files_read
 from .job_options import (
     Config,
@@ -103,7 +103,7 @@ def _explain(args: argparse.Namespace) -> None:
     each = list(explain_each(args.log, help))
     explanation = Explanation(tuple(one.told for one in each))
     if args.json and args.output is None and args.html is None:
-        print(json.dumps(asdict(explanation), indent=2))
+        print_text(json.dumps(asdict(explanation), indent=2))
         return
     # The last run that died, or else the last.
     died = [one for one in each if one.told.oom is not None]
@@ -123,7 +123,7 @@ def _explain(args: argparse.Namespace) -> None:
         page = page_of_run(run, told, prediction, fitting, answer, details, next_step)
         write_page(page, args.html)
     if args.json:
-        print(json.dumps(asdict(explanation), indent=2))
+        print_text(json.dumps(asdict(explanation), indent=2))
     else:
         show(put_together(args, answer, details, next_step))
     if args.output is not None and not writes:
@@ -337,7 +337,7 @@ def _print(
 ) -> None:
     if args.json:
         end_progress()
-        print(json.dumps(asdict(result), indent=2))
+        print_text(json.dumps(asdict(result), indent=2))
     else:
         show(put_together(args, answer, details, next_step))
 

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, Optional
 
 from .. import __version__
-from .answers import coloured, put_together
+from .answers import coloured, print_text, put_together
 from .command_line import files_read
 
 __all__ = [
@@ -154,10 +154,10 @@ def show_again(args: argparse.Namespace, answer: dict[str, Any]) -> None:
         train = train.replace(FILE, shlex.quote(str(args.output)))
         next_step = written.replace(FILE, str(args.output)) + "\n" + train
     if args.json:
-        print(answer["json"])
+        print_text(answer["json"])
     else:
-        print(coloured(put_together(args, answer["text"], answer["details"], next_step)))
-    sys.stdout.flush()
+        text = put_together(args, answer["text"], answer["details"], next_step)
+        print_text(coloured(text))
     again = f"From {answer['when']}: nothing has changed since. --no-cache computes it again"
     print(again, file=sys.stderr)
 

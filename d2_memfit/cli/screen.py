@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from ..common.units import GB
 from ..errors import printable
 from ..memory import device_memory
-from .answers import coloured
+from .answers import coloured, print_text
 
 __all__ = [
     "PrintableFormatter",
@@ -78,7 +78,7 @@ class PrintableFormatter(logging.Formatter):
 def show(text: object, file: Optional[TextIO] = None) -> None:
     """Print a text of several lines, with control codes escaped."""
     end_progress()
-    print(coloured(printable(str(text), keeps="\n")), file=file, flush=True)
+    print_text(coloured(printable(str(text), keeps="\n")), file)
 
 
 def say(line: str) -> None:

@@ -15,7 +15,9 @@ import yaml
 from ..common.reading import SafeLoader
 from ..errors import DataError
 
-__all__ = ["LoggedRun", "OomText", "Progress", "clean", "read_parts", "runs_in"]
+__all__ = ["ERROR_ALONE", "LoggedRun", "OomText", "Progress", "clean", "read_parts", "runs_in"]
+
+ERROR_ALONE = "only the error is known: whether iterations ran before it is not"  # a note
 
 _LINES, _LINE = 2_000_000, 10_000  # of a log; characters, a longer line is cut
 _MESSAGE, _RUNS = 10_000, 1_000  # lines of a message; trainings
@@ -338,6 +340,9 @@ def _take_failure(run: LoggedRun, line: str, evaluates: bool, is_error: bool) ->
         iteration = int(said[1]) if said else None
         trained = any(iteration is None or p.iteration < iteration for p in run.progress)
         case = "evaluation" if evaluates else "after some iterations" if trained else "at once"
+        is_alone = run.start_iter is None and not run.config_text and iteration is None
+        if case == "at once" and is_alone:
+            run.notes.append(ERROR_ALONE)
         run.oom = OomText(text, case if on_card else "host", iteration, **numbers)
     elif is_error and not found and not (line.endswith(":") and run.error):
         run.error = line.strip()  # what ends with ":" says less: torchrun's ChildFailedError

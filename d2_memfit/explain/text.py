@@ -12,17 +12,17 @@ from ..planner.writing import (
     first_of,
     what_would_tell,
 )
-from .explanation import ExplainedRun, Prediction, is_shared
+from .explanation import ExplainedRun, Oom, Prediction, is_shared
 from .printed_model import parameters_in
-from .records import LoggedRun, Progress
+from .records import ERROR_ALONE, LoggedRun, Progress
 
 __all__ = ["answer_of_run", "describe_run", "describe_runs", "rises_of", "table_of_run"]
 
 _CASES = {
-    "at once": "at once",
-    "after some iterations": "after some iterations",
-    "evaluation": "in evaluation",
-    "host": "of the host's RAM, not of the card's memory",
+    "at once": " at once",
+    "after some iterations": " after some iterations",
+    "evaluation": " in evaluation",
+    "host": " of the host's RAM, not of the card's memory",
 }
 _FIRST_KEYS = (
     "Keys to try first: MEMFIT.MICRO_BATCH 1 (the same gradients), MEMFIT.CHECKPOINT.MODULES "
@@ -78,8 +78,12 @@ def _sentence(told: ExplainedRun) -> str:
     images = f", {told.images_per_gpu} images per GPU" if told.images_per_gpu else ""
     how = told.ended
     if told.oom is not None:
-        how = f"out of memory, {_CASES[told.oom.case]}"
+        how = f"out of memory{_when(told, told.oom)}"
     return f"{how}{images}{peak}"
+
+
+def _when(told: ExplainedRun, oom: Oom) -> str:
+    return "" if ERROR_ALONE in told.assumed else _CASES[oom.case]
 
 
 def _answer(told: ExplainedRun) -> Iterator[str]:
@@ -95,7 +99,7 @@ def _answer(told: ExplainedRun) -> Iterator[str]:
     if is_shared(oom.held_by_others_mib):
         yield f"The card was shared: others held {_gb(oom.held_by_others_mib)} of its {_gb(total)}."
     of = f" ({_gb(total)})" if total else ""
-    yield f"It ran out of memory {_CASES[oom.case]}, on {card}{of}."
+    yield f"It ran out of memory{_when(told, oom)}, on {card}{of}."
     if oom.case == "host":
         return
     if oom.fits is None:

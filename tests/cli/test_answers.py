@@ -31,6 +31,18 @@ def test_a_verdict_has_a_colour_on_a_terminal_only(is_terminal):
     assert text.endswith(" 4.9 of 5.5 GB: yes")
 
 
+def test_a_reader_that_ends_early_is_no_error():
+    code = "from d2_memfit.cli.answers import print_text; print_text('x' * 99); print_text('y')"
+    code += "; print('done')"
+    ours, theirs = os.pipe()
+    os.close(ours)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    started = {"stdout": theirs, "stderr": subprocess.PIPE, "env": environment}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False, **started)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_all_that_is_printed_without_details_has_15_lines_at_most():
     args = argparse.Namespace(command="plan", details=False)
     answer = "\n".join(f"line {i}" for i in range(30))

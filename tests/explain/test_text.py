@@ -26,6 +26,12 @@ def both(run):
     return f"{answer_of_run(told, None, None)}\n\n{describe_run(run, told, None)}"
 
 
+def test_an_error_alone_does_not_tell_when_it_happened():
+    (run,) = runs_in((TRACEBACK + ALONE).splitlines())
+    assert both(run).startswith("It ran out of memory, on a card that the log does not name (10.00")
+    assert "at once" not in both(run)
+
+
 @pytest.mark.parametrize(
     ("end", "options", "first"),
     [
