@@ -211,7 +211,7 @@ one that ends in `GB_amp` uses mixed precision, and is there where that is faste
 |:-------|:--------|
 | images x steps | images per micro-batch x micro-batches per iteration |
 | estimated GB | peak of the process on the device, of what a job may take of such a card |
-| time x | [range](PLANNER.md#times) of the time of an iteration over that without the plan |
+| time x | [range](HOW_ACCURATE.md#predicted-times) of the time of an iteration over that without the plan |
 
 The estimates are those of `d2-memfit estimate` for the device family `cuda`. They include the
 context and evaluation. Nothing is measured on a GPU yet.
