@@ -69,7 +69,7 @@ FIGURES = (
         ("d2_memfit/report", "d2_memfit/memory"),
     ),
     Figure(("README.md",), "tools/make_readme_table.py", PLANNER),
-    Figure(("docs/MEMORY_ZOO.md",), "tools/make_presets.py", PLANNER),
+    Figure(("docs/PRESETS.md",), "tools/make_presets.py", PLANNER),
     Figure(
         ("docs/crowded.jsonl",),
         "tools/benchmark.py crowded",
