@@ -57,7 +57,7 @@ FIGURES = (
     quick(("docs/crowded.png",), "tools/benchmark.py crowded --draw"),
     quick(("docs/BENCHMARK.md", "README.md"), "tools/benchmark.py peers --report"),
     Figure(
-        ("docs/KNOBS.md", "docs/knobs.png", "docs/OUT_OF_MEMORY.md"),
+        ("docs/TECHNIQUES.md", "docs/knobs.png", "docs/OUT_OF_MEMORY.md"),
         "tools/make_knobs.py",
         PLANNER,
     ),

@@ -197,6 +197,7 @@ def preset_row(model: str, name: str, plan: Plan) -> list[str]:
 
 HEADER = ["config", "tiers", "techniques", "images x steps", "estimated GB", "measured", "time x"]
 
+
 def main() -> None:
     make_job: Callable[[str], Job]
     models: Sequence[str]
