@@ -236,3 +236,42 @@ def test_a_script_with_an_interpreter_can_be_started_by_its_name(script):
     has_interpreter = script.read_text().startswith("#!/usr/bin/env python3\n")
     assert has_interpreter == os.access(script, os.X_OK)
     assert has_interpreter or script.parent != ROOT / "tools"
+
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+# What people type into a search engine.
+SEARCHES = [
+    "CUDA out of memory detectron2",
+    "gradient accumulation detectron2",
+    "detectron2 small gpu",
+    "detectron2 resume training",
+]
+
+
+def title(page):
+    """The words of a page's first line, in lower case."""
+    (heading,) = re.findall(r"^# (.+)", page.read_text().partition("\n")[0])
+    return re.findall(r"\w+", heading.lower())
+
+
+def test_there_are_few_pages():
+    assert len(DOCS) <= 26
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_a_title_has_the_words_of_a_search(search):
+    words = set(search.lower().split())
+    assert any(words <= set(title(page)) for page in DOCS)
+
+
+def test_readme_leads_to_three_pages_before_its_first_section():
+    start = (ROOT / "README.md").read_text().partition("\n## ")[0]
+    links = re.findall(r"\]\(docs/(\w+)\.md\)", start)
+    assert links == ["OUT_OF_MEMORY", "YOUR_PROJECT", "PLANNER"]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_a_page_begins_with_something_to_type(page):
+    start = page.read_text().partition("\n## ")[0]
+    assert title(page)
+    assert re.search(r"^```(bash|python|yaml|diff)$", start, re.MULTILINE)

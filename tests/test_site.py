@@ -2,6 +2,7 @@
 """The documentation as a site, opened in a browser."""
 
 import importlib.util
+import json
 import os
 import sys
 import threading
@@ -109,13 +110,33 @@ def test_pages_open_without_an_error_and_without_the_network(address, tmp_path):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to open pages with")
-def test_the_search_finds_a_word(address, tmp_path):
+@pytest.mark.long
+def test_no_page_is_wider_than_a_phone(address, tmp_path):
+    with browser(tmp_path) as opened:
+        phone = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+        opened.call("Emulation.setDeviceMetricsOverride", **phone)
+        for page in pages():
+            opened.open(address + page)
+            assert opened.evaluate("document.documentElement.scrollWidth") == 390, page
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium to open pages with")
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("gradient accumulation", "ACCUMULATION"),
+        pytest.param("CUDA out of memory", "OUT_OF_MEMORY", marks=pytest.mark.long),
+        pytest.param("small gpu", "PLANNER", marks=pytest.mark.long),
+        pytest.param("resume training", "RELIABILITY", marks=pytest.mark.long),
+    ],
+)
+def test_the_search_finds_the_page_first(words, page, address, tmp_path):
     with browser(tmp_path) as opened:
         opened.open(address + "index.html")
         opened.click("label[for=__search]")
         opened.evaluate(
             "const field = document.querySelector('[data-md-component=search-query]');"
-            "field.focus(); field.value = 'offload';"
+            f"field.focus(); field.value = {json.dumps(words)};"
             "field.dispatchEvent(new Event('input', {bubbles: true}));"
             "field.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true}))"
         )
@@ -123,5 +144,5 @@ def test_the_search_finds_a_word(address, tmp_path):
         end = time.monotonic() + _SEARCHED_S
         while not (links := opened.evaluate(found)) and time.monotonic() < end:
             time.sleep(0.2)
-        assert any("TECHNIQUES.html" in link for link in links), links
+        assert f"/{page}.html" in links[0], links
         assert opened.errors == []

@@ -1,23 +1,28 @@
 #!/usr/bin/env python3
 # Copyright (c) the d2_memfit developers.
-"""Write docs/GPU.md and plots from docs/gpu/*.jsonl, which `d2-memfit measure-gpu` makes."""
+"""Write the section "Measure your card" of docs/MACHINES.md, and plots, from docs/gpu/*.jsonl.
+
+`d2-memfit measure-gpu` makes these files.
+"""
 
 from pathlib import Path
+
+from pages import write_section
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.measure.results import TITLES, Results, markdown, ratio
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE = DOCS / "GPU.md"
+PAGE = DOCS / "MACHINES.md"
 FOLDER = DOCS / "gpu"
 
-TITLE = "# Cards, measured\n\n"
+TITLE = "## Measure your card\n\n"
 NO_CARD = """\
-**No card has been measured yet**: d2_memfit was written on machines without a GPU. This page says
-what was tested without one, and how to measure your card.
+**No card has been measured yet**: d2_memfit was written on machines without a GPU. This section
+says how to measure your card, and what was tested without one.
 
 """
-HOW_TO = """```
+HOW_TO = """```bash
 d2-memfit measure-gpu --output my_card
 ```
 
@@ -28,7 +33,7 @@ run the same command again. An error ends only one record.
 
 For a rented card, make the estimates before, on any machine:
 
-```
+```bash
 d2-memfit measure-gpu --output my_card --estimate h100     # no GPU; then copy the folder
 d2-memfit measure-gpu --output my_card --minutes 9         # there, as often as needed
 ```
@@ -60,11 +65,11 @@ whole card, so nothing else may run on it.
 The folder also contains `<card>.md`, `<card>.yaml` for the option `--device` of `d2-memfit plan`,
 and `<card>.json`. The last one is one line with all ratios of expected to measured values: send it
 in an issue.
-To add your card to this page, copy `measured.jsonl` to `docs/gpu/<card>.jsonl`, run
+To add your card to this section, copy `measured.jsonl` to `docs/gpu/<card>.jsonl`, run
 `python tools/make_gpu_page.py`, and open a pull request.
 
 """
-TRIED = """## Tested without a card
+TRIED = """### Tested without a card
 
 - `pytest tests/gpu` also runs the tests that need a card on a simulated one. Its tensors are on the
   CPU, its memory is counted, and a limit raises out-of-memory errors. This finds wrong names,
@@ -74,9 +79,7 @@ TRIED = """## Tested without a card
 - `d2-memfit measure-gpu --device cpu` rehearses each group except transformers with a small job.
   The jobs of that group were estimated at full size, but none of their steps was computed.
 - No CUDA kernel has run. `pytest -m gpu tests/gpu` on a card runs the same tests there.
-
 """
-END = "Written by `python tools/make_gpu_page.py`.\n"
 
 
 def measured(folder: Path) -> dict[str, Results]:
@@ -89,14 +92,15 @@ def measured(folder: Path) -> dict[str, Results]:
     for path in sorted(folder.glob("*.jsonl")):
         results[path.stem] = Results.read(path)
         if results[path.stem].machine["rehearsal"]:
-            raise ConfigError(f"{path} is of a rehearsal on a CPU: this page shows GPUs")
+            raise ConfigError(f"{path} is of a rehearsal on a CPU: this section shows GPUs")
     return results
 
 
-def page(results: dict[str, Results]) -> str:
+def text(results: dict[str, Results]) -> str:
+    """The section."""
     cards = [f"{markdown(r)}\n![{name}](gpu/{name}.png)\n\n" for name, r in results.items()]
     parts = [NO_CARD, HOW_TO, TRIED] if not cards else [HOW_TO, *cards]
-    return "".join([TITLE, *parts, END])
+    return "".join([TITLE, *parts])
 
 
 def draw(results: Results, path: Path) -> None:
@@ -130,7 +134,7 @@ def main() -> None:
     results = measured(FOLDER)
     for name, result in results.items():
         draw(result, FOLDER / f"{name}.png")
-    PAGE.write_text(page(results))
+    write_section(PAGE, "measured", "make_gpu_page.py", text(results))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # Copyright (c) the d2_memfit developers.
-"""Write docs/KNOBS.md, docs/knobs.png and the table of docs/OUT_OF_MEMORY.md.
+"""Write tables of docs/TECHNIQUES.md and docs/OUT_OF_MEMORY.md, and docs/knobs.png.
 
 They show the effect of each knob on Mask R-CNN R50-FPN.
 
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Optional
 
 import matplotlib
 from matplotlib import pyplot
+from pages import write_section
 from tabulate import tabulate
 
 from d2_memfit.config import load_cfg
@@ -103,51 +104,19 @@ TRIES = [
         "a lighter backbone",
         "MODEL.RESNETS.DEPTH 18 MODEL.RESNETS.RES2_OUT_CHANNELS 64",
         "",
-        "[the model](BACKBONES.md)",
+        "[the model](SMALLER_MODELS.md#light-backbones)",
     ),
 ]
-BEGIN, END = "<!-- tries: written by tools/make_knobs.py -->\n", "\n<!-- end of tries -->"
 WORKERS = (0, 2, 4, 8)
 LESS, MORE = "#0072B2", "#E69F00"  # Okabe and Ito: colour-blind people can tell them apart
 
-TEXT = """# Which knob costs what
-
-This page shows what each setting of a recipe does to the memory of Mask R-CNN R50-FPN, one change
-at a time. To see the figures for your own config, estimate it with the change:
-
-```bash
-d2-memfit estimate --config-file COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x \\
-    SOLVER.IMS_PER_BATCH 2 MEMFIT.CHECKPOINT.MODULES "['backbone']"
-```
-
-![The table as bars](knobs.png)
-
-| column | meaning |
-|:-------|:--------|
-| training, GB | peak of the tensors (`torch.cuda.max_memory_allocated`) |
-| evaluation, GB | the same, with one image at a time |
-| time x | predicted time of a trained image, divided by that of the recipe |
-| changes | what else changes, in addition to memory and time |
-
-The numbers in brackets are differences from the recipe. The recipe is that of Detectron2's zoo,
-with 2 images at a time on one GPU. All figures are estimated by dry runs, for the device family
-`cuda`. Nothing here was measured on a GPU. The allocator and the context add
-{overhead:.1f} GB to the recipe's peak.
+TEXT = """The allocator and the context add {overhead:.1f} GB to the recipe's peak.
 
 {device}
 
-Some knobs change little here because something else is the peak. For example, chunks of the mask
-head matter once the backbone is checkpointed. `d2-memfit plan` finds what works together.
-[TECHNIQUES.md](TECHNIQUES.md) has the keys of the techniques.
-
-## Host RAM
-
-This table shows the approximate RAM of one rank with the recipe's loader, without the dataset's
-annotations:
+Approximate RAM of one rank with the recipe's loader, without the dataset's annotations:
 
 {host}
-
-`python tools/make_knobs.py` writes this page.
 """
 
 
@@ -223,11 +192,8 @@ def main() -> None:
         device=device,
         host=tabulate(host, ["workers", "GB"], tablefmt="pipe"),
     )
-    (DOCS / "KNOBS.md").write_text(text)
-    page = DOCS / "OUT_OF_MEMORY.md"
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{tries(recipe)}\n{END}{after}")
+    write_section(DOCS / "TECHNIQUES.md", "knobs", "make_knobs.py", text)
+    write_section(DOCS / "OUT_OF_MEMORY.md", "tries", "make_knobs.py", tries(recipe))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # Copyright (c) the d2_memfit developers.
-"""Write the presets in configs/, and docs/MEMORY_ZOO.md, from plans.
+"""Write the presets in configs/, and the table of docs/PRESETS.md, from plans.
 
     tools/make_presets.py [NAME ...]        such as COCO-Detection/retinanet_R_50_FPN_3x
     tools/make_presets.py --transformers [NAME ...]                     such as rf_detr_nano
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pages import write_section
 from tabulate import tabulate
 
 from d2_memfit.config import budget_of_preset, load_cfg
@@ -196,30 +197,6 @@ def preset_row(model: str, name: str, plan: Plan) -> list[str]:
 
 HEADER = ["config", "tiers", "techniques", "images x steps", "estimated GB", "measured", "time x"]
 
-INTRODUCTION = """# Memory zoo
-
-This page lists the presets in `configs/`, each a plan for one GPU. Train with one by its name:
-
-```bash
-d2-memfit train --config-file COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x_6GB
-```
-
-Every iteration has the 16 images of the recipe. A name that ends in `GB` is the fastest exact plan;
-one that ends in `GB_amp` uses mixed precision, and is there where that is faster.
-
-| column | meaning |
-|:-------|:--------|
-| images x steps | images per micro-batch x micro-batches per iteration |
-| estimated GB | peak of the process on the device, of what a job may take of such a card |
-| time x | [range](PLANNER.md#times) of the time of an iteration over that without the plan |
-
-The estimates are those of `d2-memfit estimate` for the device family `cuda`. They include the
-context and evaluation. Nothing is measured on a GPU yet.
-
-Written by `python tools/make_presets.py`.
-
-"""
-
 
 def main() -> None:
     make_job: Callable[[str], Job]
@@ -257,7 +234,7 @@ def main() -> None:
             print("  ".join(map(str, rows[-1])), file=sys.stderr, flush=True)
     if not args.names and not args.transformers:
         table = tabulate(rows, HEADER, tablefmt="pipe", disable_numparse=True)
-        (ROOT / "docs" / "MEMORY_ZOO.md").write_text(INTRODUCTION + table + "\n")
+        write_section(ROOT / "docs" / "PRESETS.md", "presets", "make_presets.py", table)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pages import write_section
 from tabulate import tabulate
 
 from d2_memfit.config import find_card
@@ -23,8 +24,6 @@ from d2_memfit.planner.estimates import in_words
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 TRANSFORMERS = ROOT / "projects" / "Transformers"
-BEGIN = "<!-- jobs: written by tools/make_readme_table.py -->\n"
-END = "\n<!-- end of jobs -->"
 
 OF_TRANSFORMERS = (
     *("--trainer", "d2_transformers:Trainer"),
@@ -81,9 +80,7 @@ def header() -> list[str]:
 def main() -> None:
     rows = [row(name, [planned(card, *job) for card in CARDS]) for name, job in JOBS]
     table = tabulate(rows, header(), tablefmt="pipe", disable_numparse=True)
-    before, _, rest = README.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    README.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    write_section(README, "jobs", "make_readme_table.py", table)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ crowded image is taken to have 9 times the objects of a mean one, as in COCO. CO
 and at most 63 (DETR paper, arXiv:2005.12872, section 4).
 
 LVIS' largest number is the one with which mask_rcnn_vitdet_b_100ep takes the 14.4 GB that ViTDet's
-README publishes for it: 775. The other rows of that table are not used (docs/PUBLISHED_MEMORY.md).
+README publishes for it: 775. The other rows of that table are not used (docs/HOW_ACCURATE.md).
 """
 
 import math
@@ -22,7 +22,7 @@ from .largest_images import ANY_SIZE, DEFAULT_INSTANCES, Size, invented_dict
 __all__ = ["KnownDataset", "assumed_statistics", "known_dataset"]
 
 _CROWDED = 9  # times the mean; a guess but for COCO
-_CROWDED_CLASSES = 4  # times the mean; a guess (docs/PUBLISHED_MEMORY.md)
+_CROWDED_CLASSES = 4  # times the mean; a guess (docs/HOW_ACCURATE.md)
 _MOST_CROWDED = 256  # images whose objects are counted
 _MEAN_CLASSES = 10.5  # in a label image of ADE20K, arXiv:1608.05442; others are not published
 

@@ -36,7 +36,7 @@ The device (``device_model``, ``allocators``, ``devices/*.yaml``)
     - cuBLAS workspaces: ATen/cuda/CublasHandlePool.cpp. Context: reports of others; on a CPU, what
       the process that estimates has taken. Loaded kernels: a guess. NCCL: NVIDIA/nccl#964, and a
       guess for cards without NVLink.
-    - A process on a CPU takes 220 MB in addition to its tensors: measured (docs/PLANNER.md).
+    - A process on a CPU takes 220 MB in addition to its tensors: measured (docs/HOW_ACCURATE.md).
 
 The range, and the margin of plans (``ranges``)
     - Objects, software, allocator and context, each with its source or as a guess.

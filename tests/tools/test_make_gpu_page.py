@@ -3,6 +3,7 @@ import json
 
 import make_gpu_page
 import pytest
+from pages import markers, section
 
 from d2_memfit.errors import ConfigError
 
@@ -22,27 +23,30 @@ def write(path, records):
 
 
 def test_the_page_is_up_to_date():
-    page = make_gpu_page.page(make_gpu_page.measured(make_gpu_page.FOLDER))
-    assert make_gpu_page.PAGE.read_text() == page, "run python tools/make_gpu_page.py"
+    text = make_gpu_page.text(make_gpu_page.measured(make_gpu_page.FOLDER))
+    of_page = section(make_gpu_page.PAGE, "measured", "make_gpu_page.py")
+    assert of_page == text.strip(), "run python tools/make_gpu_page.py"
 
 
 def test_without_files_it_says_so(tmp_path):
-    assert "**No card has been measured yet**" in make_gpu_page.page({})
+    assert "**No card has been measured yet**" in make_gpu_page.text({})
 
 
 def test_each_file_has_a_part_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(make_gpu_page, "FOLDER", tmp_path)
-    monkeypatch.setattr(make_gpu_page, "PAGE", tmp_path / "GPU.md")
+    page = tmp_path / "page.md"
+    page.write_text("".join(markers("measured", "make_gpu_page.py")))
+    monkeypatch.setattr(make_gpu_page, "PAGE", page)
     write(tmp_path / "some_card.jsonl", RECORDS)
     make_gpu_page.main()
-    page = (tmp_path / "GPU.md").read_text()
+    text = page.read_text()
     for said_without_a_card in ("No card has been measured", "without a card", "No CUDA kernel"):
-        assert said_without_a_card in make_gpu_page.page({})
-        assert said_without_a_card not in page
-    assert "## Some Card\n\n5929 MB, PyTorch 2.14.1, 2026-11-22." in page
-    assert "1.05" in page
-    assert "OutOfMemoryError: it needs more" in page
-    assert "![some_card](gpu/some_card.png)" in page
+        assert said_without_a_card in make_gpu_page.text({})
+        assert said_without_a_card not in text
+    assert "## Some Card\n\n5929 MB, PyTorch 2.14.1, 2026-11-22." in text
+    assert "1.05" in text
+    assert "OutOfMemoryError: it needs more" in text
+    assert "![some_card](gpu/some_card.png)" in text
     assert (tmp_path / "some_card.png").read_bytes().startswith(b"\x89PNG")
 
 

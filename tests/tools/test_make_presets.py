@@ -110,8 +110,8 @@ def test_a_preset_is_what_its_plan_says(model, card):
 
 
 def documented():
-    """Rows of docs/MEMORY_ZOO.md, by config."""
-    lines = (ROOT / "docs" / "MEMORY_ZOO.md").read_text().splitlines()
+    """Rows of docs/PRESETS.md, by config."""
+    lines = (ROOT / "docs" / "PRESETS.md").read_text().splitlines()
     rows = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in lines

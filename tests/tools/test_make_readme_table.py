@@ -1,16 +1,17 @@
 # Copyright (c) the d2_memfit developers.
 import make_readme_table
 import pytest
+from pages import section
 
 from d2_memfit.config import find_card
 
-ROWS = make_readme_table.README.read_text().partition(make_readme_table.BEGIN)[2]
+TABLE = section(make_readme_table.README, "jobs", "make_readme_table.py")
 
 
 def documented():
     """Cells of README's table, without its head."""
-    lines = [line for line in ROWS.partition(make_readme_table.END)[0].splitlines() if line]
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    lines = TABLE.splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
 
 
 def test_all_jobs_are_in_the_table():

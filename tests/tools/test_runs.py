@@ -14,7 +14,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.explain import ExplainedRun, Oom
 
 RUNS = runs()
-PAGE = Path(benchmark.__file__).parents[2] / "docs" / "RUNS_OF_OTHERS.md"
+PAGE = Path(benchmark.__file__).parents[2] / "docs" / "HOW_ACCURATE.md"
 
 
 def named(name):

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Estimates against published memory, as docs/PUBLISHED_MEMORY.md lists them."""
+"""Estimates against published memory, as docs/HOW_ACCURATE.md lists them."""
 
 import pytest
 from benchmarks import zoo
@@ -7,7 +7,7 @@ from tiny import ROOT
 
 from d2_memfit.planner.estimates.ranges import SHARE_OF_SOFTWARE
 
-PAGE = ROOT / "docs" / "PUBLISHED_MEMORY.md"
+PAGE = ROOT / "docs" / "HOW_ACCURATE.md"
 
 
 def listed(header=zoo.HEADER):

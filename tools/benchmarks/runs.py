@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Runs of others against what is predicted for them: docs/RUNS_OF_OTHERS.md.
+"""Runs of others against what is predicted for them: docs/HOW_ACCURATE.md.
 
 The folder runs/ has the facts of each run, one file a run. They were read from logs and notebooks
 in public repositories, which each file names. They are numbers, versions, and names of keys and
@@ -410,7 +410,7 @@ _ROWS += ["width", "inside", "ended", "chance to fit", "doubts"]
 
 
 def tables(results: Sequence[Result]) -> str:
-    """All tables of docs/RUNS_OF_OTHERS.md."""
+    """All tables of docs/HOW_ACCURATE.md."""
     looked_at = [r for r in results if not r.run.is_fitted_to]
     fitted_to = [r for r in results if r.run.is_fitted_to]
     parts = [

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Estimates against published training memory: docs/PUBLISHED_MEMORY.md.
+"""Estimates against published training memory: docs/HOW_ACCURATE.md.
 
 Detectron2's model zoo was trained on V100, mostly 8 (zoo_train_memory.csv in this folder, from
 upstream's MODEL_ZOO.md). --unseen takes the rows of unseen_train_memory.csv in their place, which

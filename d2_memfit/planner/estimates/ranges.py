@@ -16,12 +16,12 @@ workspaces
     (:data:`~d2_memfit.planner.device.WORKSPACES`).
 card
     If nothing tells the card: cuDNN may choose any algorithm that the card's memory allows. The
-    share was chosen on one run that needed more (docs/RUNS_OF_OTHERS.md).
+    share was chosen on one run that needed more (docs/HOW_ACCURATE.md).
 release
     If nothing tells PyTorch's release: gradients exist in each forward until 2.0.
 software
     Versions of PyTorch, cuDNN and the driver keep other tensors. The share was chosen on the
-    published rows in docs/PUBLISHED_MEMORY.md that were used for a choice: at least 90% of them are
+    published rows in docs/HOW_ACCURATE.md that were used for a choice: at least 90% of them are
     in their range. The page also has the share of the other rows. On a CPU, which has the same
     software, and after a run of the same model, it is the difference between two runs that
     tests/planner/estimates/test_from_runs.py allows.
@@ -32,7 +32,7 @@ context
     287 MB (pytorch#86509) to 426 MB, reported by others, and none to 380 MB of loaded kernels (the
     whole of what pytorch#86509 measured without lazy loading). Nothing for your own device file,
     whose context is measured. On a CPU, the memory of the process in addition to its tensors: 50 to
-    360 MB, as measured (devices/cpu.yaml, docs/PLANNER.md).
+    360 MB, as measured (devices/cpu.yaml, docs/HOW_ACCURATE.md).
 
 Below the estimate, shape, objects and workspaces are those of one batch, the least: their widths
 add up. All others are independent of each other: the squares of their widths add up.
@@ -42,7 +42,7 @@ and PyTorch does without a workspace that is not there. So the margin of a plan 
 and context.
 
 One run in twenty is taken to exceed an end of its range, and what jobs need to be normally
-distributed on both sides of the typical case. docs/RUNS_OF_OTHERS.md compares that with runs.
+distributed on both sides of the typical case. docs/HOW_ACCURATE.md compares that with runs.
 """
 
 import math

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Ranges of predicted times, from the residuals of the fit to published times.
 
-docs/PLANNER.md says how many of the times that were not fitted are inside.
+docs/HOW_ACCURATE.md says how many of the times that were not fitted are inside.
 """
 
 import math

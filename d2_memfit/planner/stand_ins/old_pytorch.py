@@ -21,7 +21,7 @@ def as_in_pytorch(version: tuple[int, int]) -> Iterator[None]:
 
     ``relu`` kept its input until 1.10 (pytorch#63027; in place, it keeps its result), and
     ``cross_entropy`` until 1.11 (pytorch#64000, pytorch#65242). These say the same of ``softmax``,
-    but runs with 1.10 did not keep it (docs/RUNS_OF_OTHERS.md).
+    but runs with 1.10 did not keep it (docs/HOW_ACCURATE.md).
     """
     relu = {"relu": lambda _: _Relu.apply} if version < (1, 10) else {}
     loss = {"cross_entropy": _keeping_its_input} if version < (1, 11) else {}

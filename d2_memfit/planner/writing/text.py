@@ -203,7 +203,7 @@ def why_it_does_not_fit(plan: Plan) -> str:
 
 def describe_chance(plan: Plan) -> str:
     """A line about how likely the plan is to fit."""
-    # Too few runs of others are known to tell more (docs/RUNS_OF_OTHERS.md).
+    # Too few runs of others are known to tell more (docs/HOW_ACCURATE.md).
     of_20 = f"about {round(20 * plan.chance)}"
     if not 1 <= round(20 * plan.chance) <= 18:
         of_20 = "at least 19" if plan.chance > 0.5 else "at most 1"
