@@ -54,4 +54,5 @@ types: venv
 	"$(VENV)/bin/python" -m mypy
 
 venv:
+	@command -v "$(PYTHON)" >/dev/null || { echo "error: there is no $(PYTHON): see docs/INSTALL.md"; exit 1; }
 	@"$(PYTHON)" tools/make_venv.py "$(VENV)"

@@ -8,6 +8,7 @@ These are the package's metadata, README's badges, the notebook with its link to
 the citation and docs/INSTALL.md. Another address replaces the one before.
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -80,10 +81,15 @@ def set_address(root: Path, address: str) -> None:
         path.write_text(content)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("address", help="such as https://github.com/OWNER/d2_memfit")
+    args = parser.parse_args()
     try:
-        set_address(ROOT, sys.argv[1])
+        set_address(ROOT, args.address)
     except ValueError as e:
         sys.exit(f"error: {e}")
+
+
+if __name__ == "__main__":
+    main()
