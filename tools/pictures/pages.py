@@ -18,7 +18,7 @@ def draw_plan_page(path: Path) -> None:
         page = Path(folder) / "plan.html"
         command = ["plan", "--config-file", RECIPE, "--card", "6GB", "--device", "cuda"]
         run("-m", "d2_memfit", *command, "--html", page, "SOLVER.IMS_PER_BATCH", 4)
-        photograph(page, path, 1160, 1300)
+        photograph(page, path, 1160, 1540)
 
 
 def draw_memory_page(path: Path) -> None:
