@@ -105,6 +105,13 @@ class MemfitMixin(_Trainer):
         order = cls.__mro__
         if DefaultTrainer in order and order.index(DefaultTrainer) < order.index(MemfitMixin):
             raise TypeError(f"MemfitMixin must be the first base class of {cls.__name__}")
+        modules = [] if TrainerBase in order else [base.__module__ for base in order]
+        for package in (m.partition(".detectron2.")[0] for m in modules if ".detectron2." in m):
+            raise TypeError(
+                f"{cls.__name__} is derived from a trainer of {package}.detectron2, a copy of "
+                "Detectron2, and d2_memfit extends the installed one. docs/COMPATIBILITY.md#labgym "
+                f"has the lines with which {package} uses that one"
+            )
 
         def inherited(name: str) -> Callable[..., Any]:
             return lambda self, *args, **kwargs: getattr(super(cls, self), name)(*args, **kwargs)

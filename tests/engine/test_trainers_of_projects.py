@@ -688,3 +688,11 @@ def test_hooks_that_a_project_takes_away_are_registered_again(tmp_path):
     trainer.train()
     assert [type(hook) for hook in trainer._hooks] == [*at_first, SaveOnEnding]
     assert {GatherStates, MemoryMonitor} < set(at_first)
+
+
+def test_a_trainer_of_a_copy_of_detectron2_is_told():
+    copied = type("DefaultTrainer", (), {"__module__": "LabGym.detectron2.engine.defaults"})
+    own = type("Trainer", (PlainProject,), {"__module__": "project.detectron2.trainer"})
+    with pytest.raises(TypeError, match=r"Trainer is derived from a trainer of LabGym\.detectron2"):
+        type("Trainer", (MemfitMixin, copied), {})
+    type("Trainer", (MemfitMixin, own), {})
