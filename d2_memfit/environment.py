@@ -26,12 +26,19 @@ def missing() -> Optional[str]:
     made for.
     """
     # A folder of this name, such as that of a clone, would be found too, but has no origin.
-    if getattr(importlib.util.find_spec("detectron2"), "origin", None) is None:
+    origin = getattr(importlib.util.find_spec("detectron2"), "origin", None)
+    if origin is None:
         here = Environment.here()
         return (
             f"d2_memfit extends Detectron2, and this environment has none: {here}.\n"
             f"Here, type:\n  {here.line_to_type()}\n"
             "All ways: docs/INSTALL.md"
+        )
+    hooks = Path(origin).with_name("engine") / "hooks.py"
+    if hooks.is_file() and "class BestCheckpointer" not in hooks.read_text():
+        return (
+            f"d2_memfit needs Detectron2 v0.6 or main, and {Path(origin).parent} is older. Install "
+            "a newer one. If it is a project's own copy, add the project's files to v0.6"
         )
     if importlib.util.find_spec("torch") is None:
         return "Detectron2 needs PyTorch, and this environment has none: see https://pytorch.org"

@@ -1,6 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """The line that installs Detectron2 in an environment."""
 
+import importlib.util
+from types import SimpleNamespace
+
 import pytest
 
 from d2_memfit.environment import Environment, _cuda_of, missing
@@ -9,6 +12,16 @@ OLD = {"torch": "2.8.0+cu126", "cuda": "12.6"}
 
 
 def test_nothing_is_missing_here():
+    assert missing() is None
+
+
+def test_a_detectron2_before_v0_6_is_told(tmp_path, monkeypatch):
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    (tmp_path / "engine").mkdir()
+    (tmp_path / "engine" / "hooks.py").write_text("class EvalHook: pass")
+    assert missing().startswith(f"d2_memfit needs Detectron2 v0.6 or main, and {tmp_path} is older")
+    (tmp_path / "engine" / "hooks.py").write_text("class BestCheckpointer: pass")
     assert missing() is None
 
 

@@ -84,7 +84,7 @@ def examine_runs(
         steps["trainer"] = partial(is_plain_by_default, job, trainer)
     steps["resume"] = partial(resumes, job, trainer)
     if remake is not None:
-        steps["two ranks"] = partial(agrees_on_two_ranks, remake)
+        steps["two ranks"] = partial(agrees_on_two_ranks, remake, trainer)
     for what, check in steps.items():
         yield _found(what, _on_dataset, job, check)
 

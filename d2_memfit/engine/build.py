@@ -20,7 +20,7 @@ from ..common.files import is_config_dump, is_local, whole_file
 from ..config import default_keys, without_memfit_keys
 from ..errors import CheckpointError, ConfigError, RankError, one_line
 from ..job import Job, checked_loader
-from ..job.parts import GivenParts, TrainerParts
+from ..job.parts import GivenParts, TrainerParts, has_own_step
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
 from .hooks import BestCheckpoint, job_hooks
@@ -118,16 +118,24 @@ class Run:
         for part in sorted(self.not_built):
             for name in techniques_on(part, job.cfg):
                 raise ConfigError(f"technique {name} is on and would do nothing: {why_not}")
-        hooks = compat.hooks_of(trainer)
-        num_others = len(hooks)
-        trainer.register_hooks(job_hooks(job))
-        hooks[:] = hooks[num_others:] + hooks[:num_others]
+        self._hooks = job_hooks(job)
+        self._register_hooks(trainer)
+        self._project_trainer = (
+            "" if type(trainer) is AccumulatingTrainer else type(trainer).__name__
+        )
         logger.info(
             "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
             job.cfg.SOLVER.IMS_PER_BATCH,
             job.cfg.SOLVER.ACCUMULATION_STEPS,
             job.ranks,
         )
+
+    def _register_hooks(self, trainer: TrainerBase) -> None:
+        """Register the job's hooks that the trainer does not have, before all others."""
+        hooks = compat.hooks_of(trainer)
+        num_others = len(hooks)
+        trainer.register_hooks([hook for hook in self._hooks if hook not in hooks])
+        hooks[:] = hooks[num_others:] + hooks[:num_others]
 
     def start(self, trainer: Any) -> None:
         """Start ``train()`` on all ranks, or on none. The weights are loaded.
@@ -140,7 +148,7 @@ class Run:
         _on_all_ranks(lambda: self._start(trainer))
 
     def check_loop(self) -> None:
-        """Check a loop of ``run_step()``, which calls no hooks.
+        """Check a loop of ``run_step()``, which calls no hooks, such as a project's ``train``.
 
         Raises:
             ConfigError: a key would do nothing in it.
@@ -153,9 +161,17 @@ class Run:
                 f"{' and '.join(asked)} is on, and a loop of run_step() calls no hooks: train with "
                 "trainer.train(start_iter, max_iter), or leave its keys at their defaults"
             )
+        if self._project_trainer and comm.is_main_process():
+            logger.warning(
+                "%s runs a step before its before_train() was called, so no hook runs: nothing is "
+                "saved when a signal or an error ends the run. Call before_train(), before_step(), "
+                "after_step() and after_train(), as detectron2.engine.TrainerBase.train does",
+                self._project_trainer,
+            )
         _check_same_iteration(get_event_storage().iter, self.cfg.OUTPUT_DIR)
 
     def _start(self, trainer: Any) -> None:
+        self._register_hooks(trainer)  # a project may have replaced the list since
         own = next(iter(checkpointers_of(trainer)), None)
         hooks = compat.hooks_of(trainer)
         metric = self.cfg.MEMFIT.BEST.METRIC
@@ -179,18 +195,20 @@ class Run:
 
         Args:
             trainer, inner: the classes of a trainer and of its ``_trainer``. The ``run_step`` of
-                one does not call that of ``AccumulatingTrainer``.
+                one, or ``train``, does not call that of ``AccumulatingTrainer``.
         """
         defaults = default_keys()
         values = {key: value_of(self.job.cfg, key) for key in _OF_RUN_STEP}
         asked = [f"{key} {v}" for key, v in values.items() if v != value_of(defaults, key)]
         if asked:
-            is_inner = inner.run_step is not AccumulatingTrainer.run_step
-            cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
+            method, step = f"{trainer.__name__}.run_step", "self._trainer"
+            if inner.run_step is not AccumulatingTrainer.run_step:
+                method, step = f"{inner.__name__}.run_step", "super()"
+            elif not has_own_step(trainer):
+                method, step = f"{trainer.__name__}.train", "self"
             raise ConfigError(
-                f"{', '.join(asked)}: {cls.__name__}.run_step does not call {step}.run_step(), "
-                "which reads these keys. Call it. For losses of your own: "
-                "self._trainer.loss_fn = FUNCTION"
+                f"{', '.join(asked)}: {method} does not call {step}.run_step(), which reads these "
+                "keys. Call it. For losses of your own: self._trainer.loss_fn = FUNCTION"
             )
 
 

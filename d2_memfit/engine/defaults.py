@@ -105,6 +105,13 @@ class MemfitMixin(_Trainer):
         order = cls.__mro__
         if DefaultTrainer in order and order.index(DefaultTrainer) < order.index(MemfitMixin):
             raise TypeError(f"MemfitMixin must be the first base class of {cls.__name__}")
+        modules = [] if TrainerBase in order else [base.__module__ for base in order]
+        for package in (m.partition(".detectron2.")[0] for m in modules if ".detectron2." in m):
+            raise TypeError(
+                f"{cls.__name__} is derived from a trainer of {package}.detectron2, a copy of "
+                "Detectron2, and d2_memfit extends the installed one. docs/COMPATIBILITY.md#labgym "
+                f"has the lines with which {package} uses that one"
+            )
 
         def inherited(name: str) -> Callable[..., Any]:
             return lambda self, *args, **kwargs: getattr(super(cls, self), name)(*args, **kwargs)
@@ -137,6 +144,8 @@ class MemfitMixin(_Trainer):
     def _complete(self) -> None:
         """Check what the project's ``__init__`` made, and add checkpointers' parts and hooks."""
         self._check_inner()
+        self._inner.run = self._job_run
+        self._inner.optimizer.register_step_pre_hook(lambda *_: self._check_step())
         self._job_run.complete(
             self,
             f"{type(self).__name__}.__init__ makes that part by itself. Call there "
@@ -163,17 +172,23 @@ class MemfitMixin(_Trainer):
         """The trainer that runs the steps: ``self`` if the project's trainer is a SimpleTrainer."""
         return compat.inner_trainer(self)
 
+    def _check_step(self) -> None:
+        """Before the optimizer steps: raise an error for keys that this step does not read."""
+        if self._inner.agreed_stop_signal is None:  # a step of the project's own
+            self._job_run.check_run_step(type(self), type(self._inner))
+
     def before_train(self) -> None:
         self._has_started = False
         self._check_inner()
-        self._job_run.start(self)
-        super().before_train()
+        if self._inner is not self:
+            self._job_run.start(self)
+        super().before_train()  # of an AccumulatingTrainer, it starts the run too
         self._inner.run_state.restore_again(self.start_iter)
-        self._has_started = True
+        self._has_started = self._inner._has_started = True
 
     def after_step(self) -> None:
-        if self._inner.agreed_stop_signal is None:  # a run_step of the project's own
-            self._job_run.check_run_step(type(self), type(self._inner))
+        self._check_step()
+        if self._inner.agreed_stop_signal is None:
             self._inner.progress = Progress(self.iter, has_stepped=True)
         super().after_step()
 

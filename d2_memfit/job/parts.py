@@ -21,9 +21,15 @@ from ..model_zoo import backbones  # noqa: F401  registers them
 from .lazy import LazyParts
 from .losses import LossFn
 
-__all__ = ["GivenParts", "Parts", "TrainerParts"]
+__all__ = ["GivenParts", "Parts", "TrainerParts", "has_own_step"]
 
 _KNOWN_STEPS = ("detectron2.engine.", "d2_memfit.")
+
+
+def has_own_step(trainer: Any) -> bool:
+    """Whether a trainer's class, or one of its project's base classes, has a ``run_step``."""
+    step = getattr(trainer, "run_step", None)
+    return isinstance(step, FunctionType) and not step.__module__.startswith(_KNOWN_STEPS)
 
 
 @dataclass(frozen=True)
@@ -70,10 +76,9 @@ class TrainerParts:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """A line about the trainer's step, if that is the project's own."""
-        step = getattr(self.trainer, "run_step", None)
-        if not isinstance(step, FunctionType) or step.__module__.startswith(_KNOWN_STEPS):
+        if not has_own_step(self.trainer):
             return ()
-        if has_name(inspect.unwrap(step).__code__, "run_step"):
+        if has_name(inspect.unwrap(self.trainer.run_step).__code__, "run_step"):
             return ()
         return (
             f"{self.trainer.__name__}.run_step, which is the project's own, does what Detectron2's "

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from detectron2.data import DatasetCatalog
-from detectron2.engine import DefaultTrainer
+from detectron2.engine import DefaultTrainer, hooks
 from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
 from forks import start_server
 from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
-from d2_memfit import Job
+from d2_memfit import Job, MemfitMixin
 from d2_memfit.data import register_coco
 from d2_memfit.doctor import examine_runs
 from d2_memfit.doctor.patient import Unwell
@@ -150,3 +151,114 @@ def test_without_a_dataset_it_is_said_that_nothing_was_tested():
     found = list(examine_runs(Job.from_cfg(cfg, 1)))
     assert [f.is_well for f in found] == [None, None]
     assert str(found[0]).startswith("--  estimate: not tested: the training dataset nobody_has_it")
+
+
+class StopsEarly(DefaultTrainer):
+    """Its loop is its own, and its hooks need the dataset to evaluate on."""
+
+    def build_hooks(self):
+        built = super().build_hooks()
+        self.build_test_loader(self.cfg, self.cfg.DATASETS.TEST[0])
+        return built
+
+    def train(self):
+        self.is_enough = False
+        with EventStorage(self.start_iter) as self.storage:
+            try:
+                self.before_train()
+                for iteration in range(self.start_iter, self.max_iter):
+                    self.iter = iteration
+                    self.before_step()
+                    self.run_step()
+                    self.after_step()
+                    if self.is_enough:
+                        break
+                self.iter += 1
+            finally:
+                self.after_train()
+
+
+class OwnHooks(DefaultTrainer):
+    """Its hooks are made without those of DefaultTrainer."""
+
+    def build_hooks(self):
+        return [hooks.LRScheduler(), None, hooks.PeriodicCheckpointer(self.checkpointer, 1)]
+
+
+class CallsNoHooks(DefaultTrainer):
+    """Its loop only steps."""
+
+    def train(self):
+        with EventStorage(self.start_iter) as storage:
+            for iteration in range(self.start_iter, self.max_iter):
+                self.iter = iteration
+                self.run_step()
+                storage.step()
+
+
+class StepsItself(DefaultTrainer):
+    """Its loop has its own forward and backward, too."""
+
+    def train(self):
+        with EventStorage(self.start_iter) as storage:
+            for iteration in range(self.start_iter, self.max_iter):
+                self.iter = iteration
+                losses = self.model(next(self._trainer._data_loader_iter))
+                self.optimizer.zero_grad()
+                sum(losses.values()).backward()
+                self.optimizer.step()
+                storage.step()
+
+
+class NeedsPatience(DefaultTrainer):
+    def __init__(self, cfg, patience, name=""):
+        super().__init__(cfg)
+        self.patience = patience
+
+
+class Patient(NeedsPatience):
+    def __init__(self, cfg):
+        super().__init__(cfg, patience=5)
+
+
+def runs_of(folder, trainer):
+    job, _ = job_of(folder, 1, trainer, fpn=False)
+    job = job.with_settings({"DATASETS.TEST": ("coins_train",)})
+    return {f.what: f for f in examine_runs(job, trainer)}
+
+
+@pytest.mark.parametrize("trainer", [StopsEarly, OwnHooks, Patient])
+def test_loops_and_hooks_of_a_project_are_well(coins, trainer):
+    found = runs_of(coins, trainer)
+    assert list(found) == ["estimate", "trainer", "resume"]
+    assert all(f.is_well for f in found.values()), [str(f) for f in found.values()]
+
+
+def test_a_loop_that_runs_no_hooks_is_told(coins):
+    found = runs_of(coins, CallsNoHooks)
+    for line in (found["trainer"], found["resume"]):
+        assert line.is_well is False
+        assert line.text.startswith(
+            "CallsNoHooks.train does not call self.before_train(), self.before_step(), "
+            "self.after_step(), so hooks do not run: "
+        )
+
+
+def test_a_loop_that_steps_itself_is_told(coins):
+    found = runs_of(coins, StepsItself)["resume"]
+    assert found.is_well is False
+    assert found.text.startswith("SOLVER.ACCUMULATION_STEPS 2, MEMFIT.OOM.POLICY split: ")
+    assert "StepsItself.train does not call self.run_step()" in found.text
+
+
+@pytest.mark.parametrize(
+    "trainer", [NeedsPatience, type("Mixed", (MemfitMixin, NeedsPatience), {})]
+)
+def test_a_trainer_that_needs_more_than_the_config_is_not_tested(coins, trainer):
+    found = runs_of(coins, trainer)["resume"]
+    assert found.is_well is None
+    assert found.text == (
+        "not tested: NeedsPatience.__init__ needs patience, in addition to the config. Name a "
+        "class that takes the config alone: class Trainer(NeedsPatience), with def __init__(self, "
+        "cfg): super().__init__(cfg, patience)"
+    )

@@ -11,6 +11,7 @@ from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, Trainer
 from detectron2.evaluation import COCOEvaluator
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
+from detectron2.utils.events import EventStorage
 from fvcore.common.checkpoint import Checkpointer
 from lazy_configs import lazy_config
 from resumed import Trainer, coins_cfg
@@ -30,7 +31,7 @@ from trainer_shapes import (
 
 from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, MemfitTrainer, fit_config
 from d2_memfit.common.files import FolderLock
-from d2_memfit.engine import build_trainer
+from d2_memfit.engine import GatherStates, MemoryMonitor, SaveOnEnding, build_trainer
 from d2_memfit.engine.project_parts import project_parts
 from d2_memfit.errors import CheckpointError, ConfigError, MemfitError
 from d2_memfit.evaluation.spilled_predictions import SpilledPredictions
@@ -542,3 +543,156 @@ def test_an_init_that_goes_past_that_of_the_mixin_is_found(tmp_path):
 
     assert isinstance(Trainer(cfg_of(tmp_path))._trainer, AccumulatingTrainer)
     assert type(FewShot(cfg_of(tmp_path))) is FewShot
+
+
+def counted(trainer, method, calls):
+    """A hook that notes the iterations in which its method is called."""
+    trainer.register_hooks([hooks.CallbackHook(**{method: lambda t: calls.append(t.iter)})])
+
+
+class StopsEarly(Parts, DefaultTrainer):
+    """Its loop stops after two of four iterations, as with early stopping in detectree2."""
+
+    def train(self):
+        with EventStorage(self.start_iter) as self.storage:
+            try:
+                self.before_train()
+                for iteration in range(self.start_iter, self.max_iter):
+                    self.iter = iteration
+                    self.before_step()
+                    self.run_step()
+                    self.after_step()
+                    if iteration == 1:
+                        break
+                self.iter += 1
+            finally:
+                self.after_train()
+
+
+def test_a_loop_that_stops_early_ends_as_in_detectron2(tmp_path):
+    def fail(trainer):
+        raise OSError("the best checkpoint is not there")
+
+    class Trainer(MemfitMixin, StopsEarly):
+        pass
+
+    seen = {}
+    for kind in (StopsEarly, Trainer):
+        trainer, seen[kind] = kind(cfg_of(tmp_path / kind.__name__)), []
+        counted(trainer, "after_train", seen[kind])
+        trainer.train()
+    assert seen[Trainer] == seen[StopsEarly] == [2]
+    trainer = Trainer(cfg_of(tmp_path / "failing"))
+    trainer.register_hooks([hooks.CallbackHook(after_train=fail)])
+    with pytest.raises(OSError, match="the best checkpoint"):
+        trainer.train()
+
+
+def test_a_loop_that_leaves_the_last_iteration_s_number_evaluates_at_the_end(tmp_path):
+    class Trainer(MemfitMixin, AdelaiDet):
+        pass
+
+    seen = {}
+    for kind in (AdelaiDet, Trainer):
+        trainer, seen[kind] = kind(cfg_of(tmp_path / kind.__name__)), []
+        evaluate = lambda kind=kind: seen[kind].append("evaluated")  # noqa: E731
+        trainer.register_hooks([hooks.EvalHook(0, evaluate)])
+        trainer.train()
+    assert seen[Trainer] == seen[AdelaiDet] == ["evaluated"]
+
+
+class OnlySteps(Parts, DefaultTrainer):
+    """Its loop calls no hooks."""
+
+    def train(self):
+        with EventStorage(self.start_iter) as self.storage:
+            for iteration in range(self.start_iter, self.max_iter):
+                self.iter = iteration
+                self.run_step()
+                self.storage.step()
+
+
+def test_a_loop_without_hooks_accumulates_and_is_warned_of(tmp_path, log):
+    class Trainer(MemfitMixin, OnlySteps):
+        pass
+
+    trainer = Trainer(cfg_of(tmp_path, **ACCUMULATION))
+    trainer.train()
+    assert trainer.storage.latest()["effective_batch"][0] == 8
+    text = "Trainer runs a step before its before_train() was called, so no hook runs"
+    assert log.text.count(text) == 1
+    with pytest.raises(ConfigError, match=r"MEMFIT\.MONITOR is on, and a loop of run_step"):
+        Trainer(cfg_of(tmp_path, **{"MEMFIT.MONITOR.PERIOD": 1})).train()
+
+
+@pytest.mark.parametrize(
+    "shape", ["DefaultTrainer", "SimpleTrainer", "another checkpointer on rank 0"]
+)
+def test_a_loop_with_hooks_is_not_warned_of(shape, tmp_path, log):
+    class_of(shape)(cfg_of(tmp_path)).train()
+    assert "so no hook runs" not in log.text
+
+
+class StepsItself(Parts, DefaultTrainer):
+    """Its loop has its own forward and backward."""
+
+    def train(self):
+        with EventStorage(self.start_iter) as self.storage:
+            for iteration in range(self.start_iter, self.max_iter):
+                self.iter = iteration
+                losses = self.model(next(self._trainer._data_loader_iter))
+                self.optimizer.zero_grad()
+                sum(losses.values()).backward()
+                self.optimizer.step()
+                self.storage.step()
+
+
+def test_a_loop_that_reads_no_key_is_an_error_where_one_is_set(tmp_path):
+    class Trainer(MemfitMixin, StepsItself):
+        pass
+
+    text = r"SOLVER\.ACCUMULATION_STEPS 2, .*: Trainer\.train does not call self\.run_step\(\)"
+    trainer = Trainer(cfg_of(tmp_path, **ACCUMULATION))
+    before = parameters(trainer.model)
+    with pytest.raises(ConfigError, match=text):
+        trainer.train()
+    assert relative_difference(parameters(trainer.model), before) == 0  # before its first step
+    weights = []
+    for kind in (StepsItself, Trainer):
+        seed_all_rng(0)
+        trainer = kind(cfg_of(tmp_path))
+        trainer.train()
+        weights.append(parameters(trainer.model))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+class MakesOwnHooks(Parts, DefaultTrainer):
+    """Its hooks are made without those of DefaultTrainer, as in deepdoctection, and late."""
+
+    def build_hooks(self):
+        saves = hooks.PeriodicCheckpointer(self.checkpointer, 2)
+        return [hooks.LRScheduler(), None, *([saves] if comm.is_main_process() else [])]
+
+    def train(self):
+        self._hooks = []
+        self.register_hooks(self.build_hooks())
+        super().train()
+
+
+def test_hooks_that_a_project_takes_away_are_registered_again(tmp_path):
+    class Trainer(MemfitMixin, MakesOwnHooks):
+        pass
+
+    trainer = Trainer(cfg_of(tmp_path, **{"MEMFIT.MONITOR.PERIOD": 1}))
+    at_first = [type(hook) for hook in trainer._hooks]
+    trainer.train()
+    assert [type(hook) for hook in trainer._hooks] == [*at_first, SaveOnEnding]
+    assert {GatherStates, MemoryMonitor} < set(at_first)
+
+
+def test_a_trainer_of_a_copy_of_detectron2_is_told():
+    copied = type("DefaultTrainer", (), {"__module__": "LabGym.detectron2.engine.defaults"})
+    own = type("Trainer", (PlainProject,), {"__module__": "project.detectron2.trainer"})
+    with pytest.raises(TypeError, match=r"Trainer is derived from a trainer of LabGym\.detectron2"):
+        type("Trainer", (MemfitMixin, copied), {})
+    type("Trainer", (MemfitMixin, own), {})

@@ -109,11 +109,15 @@ def call_after_train(trainer: TrainerBase, hooks: Callable[[], None]) -> None:
     If a run fails in its last iteration, Detectron2's ``EvalHook`` would evaluate as after a
     finished run, while other ranks wait elsewhere. So hooks see an earlier iteration then.
 
+    A ``train`` of the project's own may stop early, or leave ``iter`` at the last iteration.
+    Without an error, such a run has not failed.
+
     Args:
         hooks: calls them.
     """
     now = trainer.iter
-    if now >= trainer.max_iter:  # set after the last iteration
+    endings = [hook for hook in compat.hooks_of(trainer) if isinstance(hook, SaveOnEnding)]
+    if now >= trainer.max_iter or not any(hook.is_failing() for hook in endings):
         hooks()
         return
     try:
@@ -293,6 +297,11 @@ class SaveOnEnding(HookBase):
     def after_train(self) -> None:
         self.end()
 
+    def is_failing(self) -> bool:
+        """Whether an error, or a hook that raises :class:`TrainingEnded`, is ending the run."""
+        error = sys.exc_info()[1]
+        return error is not None and error is not self._other_error
+
     def end(self) -> None:
         """Save what is not saved yet, and take the handlers back. Call it in an ``except`` or
         ``finally`` if a loop does not call ``after_train`` after an error.
@@ -303,13 +312,14 @@ class SaveOnEnding(HookBase):
         if not self._is_training:
             return
         error = sys.exc_info()[1]
-        has_ended_well = error is self._other_error or isinstance(error, TrainingEnded)
+        has_ended_well = not self.is_failing() or isinstance(error, TrainingEnded)
         try:
             with raising_handlers_held_back() as came:
                 self._is_training = False
                 if self._status:
                     self._save_with_all_ranks()
-                elif error is not None and not has_ended_well:
+                elif not has_ended_well:
+                    assert error is not None
                     self._save_alone(error)
                 came.clear()
         finally:
