@@ -17,6 +17,7 @@ from d2_memfit.doctor import examine
 from d2_memfit.doctor.accumulation_check import accumulates
 from d2_memfit.doctor.patient import Patient
 from d2_memfit.engine.losses import PUBLISHED
+from d2_memfit.engine.losses.loss_rules import LossRules
 
 pytestmark = pytest.mark.slow
 
@@ -263,3 +264,19 @@ def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monke
         "NO  recovery, memory runs out in the forward: ValueError: no such optimizer, in" in printed
     )
     assert "--  estimate: not tested: the training dataset" in printed
+
+
+def test_the_losses_are_tested_once_for_all_iterations_of_two_images(monkeypatch):
+    """Each test takes tens of forwards. That of five images is a second one."""
+    tests = []
+
+    def tested(rules, window, largest):
+        tests.append(len(window.images_waiting))
+        return of_rules(rules, window, largest)
+
+    of_rules = LossRules._tested
+    monkeypatch.setattr(LossRules, "_tested", tested)
+    findings = list(examine(Job.from_cfg(tiny_cfg("faster_rcnn"))))
+    assert sum("recovery" in finding.what for finding in findings) == 3
+    assert all(finding.is_well for finding in findings if "recovery" in finding.what)
+    assert sorted(tests) == [2, 4]
