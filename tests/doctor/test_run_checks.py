@@ -9,9 +9,9 @@ import torch.multiprocessing as mp
 from detectron2.data import DatasetCatalog
 from detectron2.engine import DefaultTrainer, hooks
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage
 from forks import start_server
 from lazy_configs import lazy_config
+from own_loops import OnlySteps, StepsItself, StopsEarly
 from tiny import tiny_cfg
 
 from d2_memfit import Job, MemfitMixin
@@ -153,29 +153,13 @@ def test_without_a_dataset_it_is_said_that_nothing_was_tested():
     assert str(found[0]).startswith("--  estimate: not tested: the training dataset nobody_has_it")
 
 
-class StopsEarly(DefaultTrainer):
+class EvaluatesEarly(StopsEarly, DefaultTrainer):
     """Its loop is its own, and its hooks need the dataset to evaluate on."""
 
     def build_hooks(self):
         built = super().build_hooks()
         self.build_test_loader(self.cfg, self.cfg.DATASETS.TEST[0])
         return built
-
-    def train(self):
-        self.is_enough = False
-        with EventStorage(self.start_iter) as self.storage:
-            try:
-                self.before_train()
-                for iteration in range(self.start_iter, self.max_iter):
-                    self.iter = iteration
-                    self.before_step()
-                    self.run_step()
-                    self.after_step()
-                    if self.is_enough:
-                        break
-                self.iter += 1
-            finally:
-                self.after_train()
 
 
 class OwnHooks(DefaultTrainer):
@@ -185,29 +169,12 @@ class OwnHooks(DefaultTrainer):
         return [hooks.LRScheduler(), None, hooks.PeriodicCheckpointer(self.checkpointer, 1)]
 
 
-class CallsNoHooks(DefaultTrainer):
-    """Its loop only steps."""
-
-    def train(self):
-        with EventStorage(self.start_iter) as storage:
-            for iteration in range(self.start_iter, self.max_iter):
-                self.iter = iteration
-                self.run_step()
-                storage.step()
+class CallsNoHooks(OnlySteps, DefaultTrainer):
+    pass
 
 
-class StepsItself(DefaultTrainer):
-    """Its loop has its own forward and backward, too."""
-
-    def train(self):
-        with EventStorage(self.start_iter) as storage:
-            for iteration in range(self.start_iter, self.max_iter):
-                self.iter = iteration
-                losses = self.model(next(self._trainer._data_loader_iter))
-                self.optimizer.zero_grad()
-                sum(losses.values()).backward()
-                self.optimizer.step()
-                storage.step()
+class NoHooksAndNoSteps(StepsItself, DefaultTrainer):
+    pass
 
 
 class NeedsPatience(DefaultTrainer):
@@ -227,7 +194,7 @@ def runs_of(folder, trainer):
     return {f.what: f for f in examine_runs(job, trainer)}
 
 
-@pytest.mark.parametrize("trainer", [StopsEarly, OwnHooks, Patient])
+@pytest.mark.parametrize("trainer", [EvaluatesEarly, OwnHooks, Patient])
 def test_loops_and_hooks_of_a_project_are_well(coins, trainer):
     found = runs_of(coins, trainer)
     assert list(found) == ["estimate", "trainer", "resume"]
@@ -245,10 +212,10 @@ def test_a_loop_that_runs_no_hooks_is_told(coins):
 
 
 def test_a_loop_that_steps_itself_is_told(coins):
-    found = runs_of(coins, StepsItself)["resume"]
+    found = runs_of(coins, NoHooksAndNoSteps)["resume"]
     assert found.is_well is False
     assert found.text.startswith("SOLVER.ACCUMULATION_STEPS 2, MEMFIT.OOM.POLICY split: ")
-    assert "StepsItself.train does not call self.run_step()" in found.text
+    assert "NoHooksAndNoSteps.train does not call self.run_step()" in found.text
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, Trainer
 from detectron2.evaluation import COCOEvaluator
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
-from detectron2.utils.events import EventStorage
 from fvcore.common.checkpoint import Checkpointer
 from lazy_configs import lazy_config
+from own_loops import OnlySteps, StepsItself, StopsEarly
 from resumed import Trainer, coins_cfg
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 from torch.nn.parallel import DistributedDataParallel
@@ -550,38 +550,23 @@ def counted(trainer, method, calls):
     trainer.register_hooks([hooks.CallbackHook(**{method: lambda t: calls.append(t.iter)})])
 
 
-class StopsEarly(Parts, DefaultTrainer):
-    """Its loop stops after two of four iterations, as with early stopping in detectree2."""
-
-    def train(self):
-        with EventStorage(self.start_iter) as self.storage:
-            try:
-                self.before_train()
-                for iteration in range(self.start_iter, self.max_iter):
-                    self.iter = iteration
-                    self.before_step()
-                    self.run_step()
-                    self.after_step()
-                    if iteration == 1:
-                        break
-                self.iter += 1
-            finally:
-                self.after_train()
+class Early(StopsEarly, Parts, DefaultTrainer):
+    stops_after = 1  # of four iterations
 
 
 def test_a_loop_that_stops_early_ends_as_in_detectron2(tmp_path):
     def fail(trainer):
         raise OSError("the best checkpoint is not there")
 
-    class Trainer(MemfitMixin, StopsEarly):
+    class Trainer(MemfitMixin, Early):
         pass
 
     seen = {}
-    for kind in (StopsEarly, Trainer):
+    for kind in (Early, Trainer):
         trainer, seen[kind] = kind(cfg_of(tmp_path / kind.__name__)), []
         counted(trainer, "after_train", seen[kind])
         trainer.train()
-    assert seen[Trainer] == seen[StopsEarly] == [2]
+    assert seen[Trainer] == seen[Early] == [2]
     trainer = Trainer(cfg_of(tmp_path / "failing"))
     trainer.register_hooks([hooks.CallbackHook(after_train=fail)])
     with pytest.raises(OSError, match="the best checkpoint"):
@@ -601,19 +586,8 @@ def test_a_loop_that_leaves_the_last_iteration_s_number_evaluates_at_the_end(tmp
     assert seen[Trainer] == seen[AdelaiDet] == ["evaluated"]
 
 
-class OnlySteps(Parts, DefaultTrainer):
-    """Its loop calls no hooks."""
-
-    def train(self):
-        with EventStorage(self.start_iter) as self.storage:
-            for iteration in range(self.start_iter, self.max_iter):
-                self.iter = iteration
-                self.run_step()
-                self.storage.step()
-
-
 def test_a_loop_without_hooks_accumulates_and_is_warned_of(tmp_path, log):
-    class Trainer(MemfitMixin, OnlySteps):
+    class Trainer(MemfitMixin, OnlySteps, Parts, DefaultTrainer):
         pass
 
     trainer = Trainer(cfg_of(tmp_path, **ACCUMULATION))
@@ -633,22 +607,12 @@ def test_a_loop_with_hooks_is_not_warned_of(shape, tmp_path, log):
     assert "so no hook runs" not in log.text
 
 
-class StepsItself(Parts, DefaultTrainer):
-    """Its loop has its own forward and backward."""
-
-    def train(self):
-        with EventStorage(self.start_iter) as self.storage:
-            for iteration in range(self.start_iter, self.max_iter):
-                self.iter = iteration
-                losses = self.model(next(self._trainer._data_loader_iter))
-                self.optimizer.zero_grad()
-                sum(losses.values()).backward()
-                self.optimizer.step()
-                self.storage.step()
+class Foreign(StepsItself, Parts, DefaultTrainer):
+    pass
 
 
 def test_a_loop_that_reads_no_key_is_an_error_where_one_is_set(tmp_path):
-    class Trainer(MemfitMixin, StepsItself):
+    class Trainer(MemfitMixin, Foreign):
         pass
 
     text = r"SOLVER\.ACCUMULATION_STEPS 2, .*: Trainer\.train does not call self\.run_step\(\)"
@@ -658,7 +622,7 @@ def test_a_loop_that_reads_no_key_is_an_error_where_one_is_set(tmp_path):
         trainer.train()
     assert relative_difference(parameters(trainer.model), before) == 0  # before its first step
     weights = []
-    for kind in (StepsItself, Trainer):
+    for kind in (Foreign, Trainer):
         seed_all_rng(0)
         trainer = kind(cfg_of(tmp_path))
         trainer.train()

@@ -1,0 +1,52 @@
+# Copyright (c) the d2_memfit developers.
+"""Methods ``train`` as public projects write them, for trainers that are a DefaultTrainer too."""
+
+from detectron2.utils.events import EventStorage
+
+__all__ = ["OnlySteps", "StepsItself", "StopsEarly"]
+
+
+class StopsEarly:
+    """It may stop early, as detectree2's."""
+
+    stops_after = -1  # an iteration
+
+    def train(self):
+        with EventStorage(self.start_iter) as self.storage:
+            try:
+                self.before_train()
+                for iteration in range(self.start_iter, self.max_iter):
+                    self.iter = iteration
+                    self.before_step()
+                    self.run_step()
+                    self.after_step()
+                    if iteration == self.stops_after:
+                        break
+                self.iter += 1
+            finally:
+                self.after_train()
+
+
+class OnlySteps:
+    """It calls no hooks."""
+
+    def train(self):
+        with EventStorage(self.start_iter) as self.storage:
+            for iteration in range(self.start_iter, self.max_iter):
+                self.iter = iteration
+                self.run_step()
+                self.storage.step()
+
+
+class StepsItself:
+    """It calls no hooks, and has its own forward and backward."""
+
+    def train(self):
+        with EventStorage(self.start_iter) as self.storage:
+            for iteration in range(self.start_iter, self.max_iter):
+                self.iter = iteration
+                losses = self.model(next(self._trainer._data_loader_iter))
+                self.optimizer.zero_grad()
+                sum(losses.values()).backward()
+                self.optimizer.step()
+                self.storage.step()
