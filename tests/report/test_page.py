@@ -32,7 +32,7 @@ def page(tmp_path):
     content = Page(
         title=f"A job {EVIL}",
         answer=f"Fits: 3 of 4 GB {EVIL}\nbecause {EVIL}",
-        next_step=f"Next {EVIL}",
+        next_step=f"Next {EVIL}\n  d2-memfit plan {EVIL}",
         job_lines=[f"fact {EVIL}"],
         charts=[chart],
         limits_gb={f"budget {EVIL}": 3.5, "6GB card": 6.0},
@@ -67,7 +67,11 @@ def test_in_a_browser_tensors_are_named_owners_left_out_and_steps_explained(page
         assert text("h1") == f"Fits: 3 of 4 GB {EVIL}"
         assert text("#answer") == f"because {EVIL}"
         assert text("#keys pre") == f"KEY: {EVIL}"
-        assert text("#next_step pre") == f"Next {EVIL}"
+        assert text("#next_step pre") == f"Next {EVIL}\n  d2-memfit plan {EVIL}"
+        b.evaluate("navigator.clipboard.writeText = async text => { window.copied = text; }")
+        for part, copied in (("keys", f"KEY: {EVIL}"), ("next_step", f"d2-memfit plan {EVIL}")):
+            b.click(f"#{part} button")
+            assert b.evaluate("window.copied") == copied  # the command alone can be pasted
         assert text("#measured td:nth-child(2)") == EVIL
         assert count("#measured .failed") == 1
         assert text("#job_lines li") == f"fact {EVIL}"
