@@ -35,7 +35,7 @@ def missing() -> Optional[str]:
             "All ways: docs/INSTALL.md"
         )
     hooks = Path(origin).with_name("engine") / "hooks.py"
-    if hooks.is_file() and "class BestCheckpointer" not in hooks.read_text():
+    if hooks.is_file() and "class BestCheckpointer" not in hooks.read_text("utf-8"):
         return (
             f"d2_memfit needs Detectron2 v0.6 or main, and {Path(origin).parent} is older. Install "
             "a newer one. If it is a project's own copy, add the project's files to v0.6"

@@ -20,6 +20,7 @@ from detectron2.evaluation import inference_on_dataset
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage, get_event_storage
+from own_loops import OnlySteps, StopsEarly
 from tiny import parameters
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -228,6 +229,14 @@ class FewShot(Parts, SimpleTrainer):
         TrainerBase.train(self, self.start_iter, self.max_iter)
 
 
+class Early(StopsEarly, Parts, DefaultTrainer):
+    stops_after = 2  # of four iterations
+
+
+class Hookless(OnlySteps, Parts, DefaultTrainer):
+    pass
+
+
 PROJECTS = {
     "DefaultTrainer": PlainProject,
     "another checkpointer on rank 0": AdelaiDet,
@@ -238,6 +247,8 @@ PROJECTS = {
     "own AMPTrainer": ReplacesByAMP,
     "SimpleTrainer": FewShot,
     "own run_step": UnbiasedTeacher,
+    "own loop that stops early": Early,
+    "own loop without hooks": Hookless,
 }
 
 

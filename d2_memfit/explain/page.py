@@ -36,7 +36,7 @@ def page_of_run(
     if fitting is not None:
         plan = fitting.plan
         limits = {"budget": plan.budget_gb, "card": fitting.card_gb}
-        keys = keys_as_yaml(fitting.job.cfg, plan)
+        keys = keys_as_yaml(fitting.job, plan)
         planned = DryJob(fitting.job.with_settings(plan.settings), fitting.device, evaluates=False)
         charts.append(
             chart_of(planned, "with the plan" if plan.fits else "with all that may change")

@@ -341,7 +341,7 @@ def _take_failure(run: LoggedRun, line: str, evaluates: bool, is_error: bool) ->
         trained = any(iteration is None or p.iteration < iteration for p in run.progress)
         case = "evaluation" if evaluates else "after some iterations" if trained else "at once"
         is_alone = run.start_iter is None and not run.config_text and iteration is None
-        if case == "at once" and is_alone:
+        if on_card and case == "at once" and is_alone:
             run.notes.append(ERROR_ALONE)
         run.oom = OomText(text, case if on_card else "host", iteration, **numbers)
     elif is_error and not found and not (line.endswith(":") and run.error):

@@ -68,7 +68,7 @@ def test_a_rank_without_images_takes_the_others_step(shape, two_ranks, tmp_path)
     same_on_all_ranks(two_ranks.run(train, shape, tmp_path, SKIP, "forward", 0))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s != "own loop without hooks"])
 def test_a_resumed_run_ends_as_one_that_was_not(shape, two_ranks, straight, tmp_path):
     keys = {} if shape == "own run_step" else SPLIT
     two_ranks.run(train, shape, tmp_path, keys, "", 1, 0, 2)

@@ -30,6 +30,8 @@ def test_an_error_alone_does_not_tell_when_it_happened():
     (run,) = runs_in((TRACEBACK + ALONE).splitlines())
     assert both(run).startswith("It ran out of memory, on a card that the log does not name (10.00")
     assert "at once" not in both(run)
+    (run,) = runs_in("Starting training\nKilled".splitlines())
+    assert both(run).startswith("It ran out of memory of the host's RAM, not of the card's memory")
 
 
 @pytest.mark.parametrize(

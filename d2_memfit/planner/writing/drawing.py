@@ -77,7 +77,7 @@ def page_of_plan(
         job_lines=_job_lines(after),
         charts=charts,
         limits_gb=_limits(after, plan.budget_gb),
-        keys=keys_as_yaml(before.job.cfg, plan),
+        keys=keys_as_yaml(before.job, plan),
         bars=_bars(before, progress),
         steps=[header, *rows] if rows else None,
     )

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from ...common.reading import SafeLoader
 from ...config import get_cfg, with_memfit_keys, with_settings
-from ...job import with_overrides
+from ...job import Job, LazyParts, with_overrides
 from ...settings import overrides_of
 from ..search import Plan
 from .text import describe_plan
@@ -55,11 +55,11 @@ def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
     return comment + CfgNode(_differences(planned_config(cfg, plan), get_cfg(), of_plan)).dump()
 
 
-def keys_as_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
-    """The keys that a plan sets, to copy into a config; "" if it does not fit."""
+def keys_as_yaml(job: Job, plan: Plan) -> str:
+    """The keys that a plan sets, to copy into the job's config; "" if it does not fit."""
     if not plan.fits:
         return ""
-    if isinstance(cfg, DictConfig):
+    if isinstance(job.parts, LazyParts):
         return yaml.safe_dump(overrides_of(plan.settings), sort_keys=False)
     keys: dict[str, Any] = {}
     for name, value in plan.settings.items():

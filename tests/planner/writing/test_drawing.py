@@ -3,17 +3,21 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 import yaml
 from browser import CHROMIUM, browser
+from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
 from d2_memfit.cli.commands import main
 from d2_memfit.job import Job
 from d2_memfit.planner.dry_run import Allocate
 from d2_memfit.planner.estimates import run_dry
+from d2_memfit.planner.search import plan_memory
+from d2_memfit.planner.writing import keys_as_yaml
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +96,15 @@ def test_an_estimate_is_drawn(config_file, tmp_path, capsys):
     assert "4GB card, of which a process gets 3.5 GB" in data["limits_gb"]
     assert data["answer"].startswith("Needs ")
     assert "d2-memfit plan --config-file" in data["next_step"]
+
+
+def test_keys_to_copy_are_those_of_the_job_s_kind_of_config(dry_job):
+    plan = plan_memory(Job.from_lazy(lazy_config()), 1.0, device="cuda", evaluates=False)
+    lazy = yaml.safe_load(keys_as_yaml(Job.from_lazy(lazy_config()), plan))
+    assert lazy["train.budget_gb"] == 1.0
+    assert lazy["train.oom.policy"] == "split"
+    assert yaml.safe_load(keys_as_yaml(dry_job.job, plan))["MEMFIT"]["OOM"] == {"POLICY": "split"}
+    assert keys_as_yaml(dry_job.job, replace(plan, fits=False)) == ""
 
 
 @pytest.mark.exhaustive  # a search, and then all knobs
