@@ -127,11 +127,12 @@ def test_one_address_is_written_into_all_that_needs_it(tmp_path):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(read(file))
     before = {file: read(file) for file in files}
-    for address in ("https://github.com/Other/other", "https://github.com/Some-One/memfit"):
+    for address in ("https://github.com/Other/other", "https://github.com/Some-One/memfit.git"):
         set_address.set_address(tmp_path, address)
     after = {file: (tmp_path / file).read_text() for file in files}
     assert all("github.com/Some-One/memfit" in text for text in after.values())
     assert "ther/other" not in "".join(after.values())
+    assert "memfit.git" not in "".join(after.values())
     assert {f: len(after[f].splitlines()) - len(before[f].splitlines()) for f in files} == {
         "CITATION.cff": 1,
         "README.md": 5,

@@ -66,6 +66,7 @@ def set_address(root: Path, address: str) -> None:
     Raises:
         ValueError: it is not the address of a repository on GitHub, or a file has no place for it.
     """
+    address = address.rstrip("/").removesuffix(".git")
     found = re.fullmatch(r"https://github\.com/([\w-]+)/([\w.-]+)", address)
     if found is None:
         raise ValueError(f"the address must be https://github.com/OWNER/NAME, got {address!r}")

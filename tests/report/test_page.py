@@ -65,6 +65,7 @@ def test_in_a_browser_tensors_are_named_owners_left_out_and_steps_explained(page
         b.open(page)
         assert text("#title") == f"A job {EVIL}"
         assert text("h1") == f"Fits: 3 of 4 GB {EVIL}"
+        assert b.evaluate("document.querySelector('h1').className") == "yes"  # its colour
         assert text("#answer") == f"because {EVIL}"
         assert text("#keys pre") == f"KEY: {EVIL}"
         assert text("#next_step pre") == f"Next {EVIL}\n  d2-memfit plan {EVIL}"
