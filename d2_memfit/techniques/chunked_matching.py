@@ -2,6 +2,7 @@
 """Chunked matching of anchors to instances, without the matrix of all pairs."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any, Callable
 
 import torch
@@ -13,15 +14,17 @@ from detectron2.utils.logger import log_first_n
 from torch import nn
 
 from ..common.patching import Groups, knows_function, source_files
-from ..errors import ConfigError
+from .adapters import ADAPTERS, Adapter, AdapterTechnique
 from .registry import TECHNIQUES, PositiveIntTechnique
-from .support import ReplacesInForward, add_mixin
+from .support import ReplacesInForward, own_class
 
 __all__ = ["ChunkedMatcher", "ChunkedMatching", "PairwiseQuality"]
 
+logger = logging.getLogger(__name__)
+
 
 @TECHNIQUES.register()
-class ChunkedMatching(PositiveIntTechnique):
+class ChunkedMatching(AdapterTechnique, PositiveIntTechnique):
     """Matches anchors or proposals to instances in chunks, with Detectron2's labels.
 
     Saves the matrices of anchors x instances, of which Detectron2 holds about six at a time: 2 GB
@@ -31,52 +34,19 @@ class ChunkedMatching(PositiveIntTechnique):
     Source: github.com/facebookresearch/detectron2/pull/3750, whose matcher loops over instances.
     """
 
-    tier = "exact"
-    part = "model"
     # Anchors that are matched to an image's instances at a time. None: all, as in Detectron2.
     key = "MEMFIT.MATCHING.CHUNK_SIZE"
+    what = "matching of Detectron2"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         return {"MEMFIT.MATCHING.CHUNK_SIZE": 4096}
 
-    @classmethod
-    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        chunk_size = cfg.MEMFIT.MATCHING.CHUNK_SIZE
-        has_matching = False
-        for module in list(model.modules()):
-            if _give_chunked_matchers(module):
-                has_matching = True
-                if knows_function(_files_of_detectron2(module), "pairwise_iou"):
-                    add_mixin(module, _MatchesInChunks, chunk_size=chunk_size)
-            if isinstance(module, FCOS):
-                has_matching = True
-                add_mixin(module, _MatchesPointsInChunks, chunk_size=chunk_size)
-        if not has_matching:
-            raise ConfigError(
-                "MEMFIT.MATCHING.CHUNK_SIZE: the model has no matching of Detectron2, so nothing "
-                "would change. Set it None"
-            )
-        return model
 
-
-def _files_of_detectron2(module: nn.Module) -> list[Any]:
-    """A module's files from Detectron2, whose use of a matrix of pairs is known."""
-    return [f for f in source_files([module]) if f.__name__.startswith("detectron2.")]
-
-
-def _give_chunked_matchers(module: nn.Module) -> bool:
-    """Replace a module's matchers; return whether it had any. Cascade R-CNN has a list of them."""
-    found = False
-    for name, value in list(vars(module).items()):
-        if type(value) is Matcher:
-            setattr(module, name, ChunkedMatcher(value))
-        elif isinstance(value, list) and value and all(type(v) is Matcher for v in value):
-            setattr(module, name, [ChunkedMatcher(v) for v in value])
-        else:
-            continue
-        found = True
-    return found
+def _matchers_of(module: nn.Module) -> dict[str, list[Matcher]]:
+    """The matchers of a module, by the names of its attributes."""
+    values = {k: v if isinstance(v, list) else [v] for k, v in vars(module).items()}
+    return {k: v for k, v in values.items() if v and all(isinstance(m, Matcher) for m in v)}
 
 
 class PairwiseQuality:
@@ -174,26 +144,61 @@ def _label_best_anchors(
             labels[chunk][(part == best[rows, None]).any(dim=0)] = 1
 
 
-class _MatchesInChunks(ReplacesInForward):
-    chunk_size: int
+@ADAPTERS.register()
+class AnchorsOfMatchers(Adapter, ReplacesInForward):
+    """A module that gives the overlaps of its anchors or proposals to matchers of Detectron2."""
+
+    technique = "ChunkedMatching"
+    attribute = "anchors_at_a_time"
+    anchors_at_a_time: int
+
+    @classmethod
+    def find_in(cls, model: nn.Module, key: str) -> Iterable[nn.Module]:
+        for module in model.modules():
+            kinds = {type(m) for matchers in _matchers_of(module).values() for m in matchers}
+            if kinds == {Matcher}:
+                yield module
+            elif kinds:
+                logger.warning(
+                    "%s: the %s matches all at once, because of its own %s",
+                    *(key, own_class(module).__name__, ", ".join(k.__name__ for k in kinds)),
+                )
+
+    @classmethod
+    def add_to(cls, module: nn.Module, value: Any) -> None:
+        super().add_to(module, value)
+        for name, matchers in _matchers_of(module).items():
+            is_list = isinstance(getattr(module, name), list)  # as in Cascade R-CNN
+            chunked = [ChunkedMatcher(m) for m in matchers]
+            setattr(module, name, chunked if is_list else chunked[0])
 
     def replaced(self) -> Groups:
-        return [(_files_of_detectron2(self), {"pairwise_iou": self._without_matrix})]
+        # Code of projects may do anything with a matrix; that of Detectron2 is known.
+        files = [f for f in source_files([self]) if f.__name__.startswith("detectron2.")]
+        known = knows_function(files, "pairwise_iou")
+        return [(files, {"pairwise_iou": self._without_matrix})] if known else []
 
     def _without_matrix(self, pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def quality(instances: Boxes, anchors: Boxes) -> PairwiseQuality:
             def compute(rows: Any, columns: slice) -> torch.Tensor:
                 return pairwise_iou(instances[rows], anchors[columns])
 
-            return PairwiseQuality(compute, (len(instances), len(anchors)), self.chunk_size)
+            return PairwiseQuality(compute, (len(instances), len(anchors)), self.anchors_at_a_time)
 
         return quality
 
 
-class _MatchesPointsInChunks(FCOS):
+@ADAPTERS.register()
+class PointsOfFCOS(Adapter, FCOS):
     """FCOS, whose own matching differs between Detectron2's releases."""
 
-    chunk_size: int
+    technique = "ChunkedMatching"
+    attribute = "anchors_at_a_time"
+    anchors_at_a_time: int
+
+    @classmethod
+    def find_in(cls, model: nn.Module, key: str) -> Iterable[nn.Module]:
+        return [module for module in model.modules() if isinstance(module, FCOS)]
 
     def _match_anchors(self, instances: Boxes, anchors: list[Boxes]) -> PairwiseQuality:
         """Main's matching: the matrix [M, N] of an image."""
@@ -203,11 +208,11 @@ class _MatchesPointsInChunks(FCOS):
             return match(instances[rows], _part_of(anchors, columns))[:, :-1]
 
         num_anchors = sum(len(level) for level in anchors)
-        return PairwiseQuality(compute, (len(instances), num_anchors), self.chunk_size)
+        return PairwiseQuality(compute, (len(instances), num_anchors), self.anchors_at_a_time)
 
     def match_anchors(self, anchors: list[Boxes], instances: list[Instances]) -> list[torch.Tensor]:
         """Matching of v0.6: the matched instances [N] of each image."""
-        chunks = _chunks(sum(len(level) for level in anchors), self.chunk_size)
+        chunks = _chunks(sum(len(level) for level in anchors), self.anchors_at_a_time)
         match = super().match_anchors
         parts = [match(_part_of(anchors, chunk), instances) for chunk in chunks]
         return [torch.cat([matches[:-1] for matches in image]) for image in zip(*parts)]

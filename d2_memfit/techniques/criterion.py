@@ -3,7 +3,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from inspect import signature, unwrap
@@ -16,14 +16,20 @@ import torch
 from detectron2.config import CfgNode
 from numpy.typing import NDArray
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from ..common.patching import Groups, calls_function, files_of_classes, source_files
+from ..common.patching import (
+    Groups,
+    calls_function,
+    files_of_classes,
+    has_name,
+    knows_function,
+    source_files,
+)
 from ..common.random_state import RandomState
 from ..compat.pytorch import tree_iter
-from ..errors import ConfigError
 from ..memory import is_out_of_memory
+from .adapters import ADAPTERS, Adapter, AdapterTechnique
 from .registry import TECHNIQUES, PositiveIntTechnique
 from .support import (
     ReplacesInForward,
@@ -32,8 +38,11 @@ from .support import (
     device_of,
     is_targets,
     objects_per_image,
+    own_class,
     recompute_in_backward,
+    sharing_padded_masks,
     take_objects,
+    with_packed_masks,
 )
 
 __all__ = ["ChunkedCriterion"]
@@ -43,54 +52,95 @@ logger = logging.getLogger(__name__)
 _SAMPLE = 6  # objects on which chunks are compared with the whole
 _TOLERANCE = 1e-2  # relative; rounding of sums in 16 bits
 _SOLVER = "linear_sum_assignment"  # of SciPy
-_rand = torch.rand  # a dry run replaces the function
 _OF_PAIRS = ("box", "giou", "mask")  # parts of the names of losses that are sums over pairs
+_SAMPLING = ("point_sample", "sample_point", "grid_sample")  # of points, instead of all pixels
+# Functions that copy masks into zeros of the padded size.
+_PADDING = ("prepare_targets", "nested_tensor_from_tensor_list", "_pad_images_to_max_in_batch")
 
 _Call = Union["_MatcherCall", "_LossCall"]
-# A class, its method, and the class of a call of it.
-_Function = tuple[type, str, type[Any]]
+# A class, its method, and the class of a call of it; None for one that pads masks.
+_Function = tuple[type, str, Optional[type[Any]]]
 _Matrix = NDArray[Any]
 _Solve = Callable[..., tuple[_Matrix, _Matrix]]
 
 
 @TECHNIQUES.register()
-class ChunkedCriterion(PositiveIntTechnique):
+class ChunkedCriterion(AdapterTechnique, PositiveIntTechnique):
     """Makes the criteria of DETR-like models process a few objects of the batch at a time.
 
-    Saves memory with many objects: the costs of all queries with all objects of the batch, the
-    matched boxes' intersections with each other, and the masks of all objects as numbers. Each
-    exists for one chunk at a time. Costs a second computation of the losses of boxes and masks, in
-    the backward, if there are more objects than in a chunk. Matchers must give their costs to
-    SciPy's ``linear_sum_assignment``, and losses must be sums over objects. This is tested with the
-    first objects.
+    Saves memory with many objects:
+
+    - the masks of all objects as numbers, and copies of them. They stay bits, of which points are
+      sampled
+    - the costs of all queries with all objects of the batch. Matchers must give their costs to
+      SciPy's ``linear_sum_assignment``
+    - the matched boxes' intersections with each other, and matched masks of full size. These losses
+      must be sums over objects
+
+    Costs nothing for masks and matching. Losses of boxes and of masks of full size are computed a
+    second time, in the backward, if there are more objects than in a chunk. Whether chunks give the
+    same is tested with the first objects.
 
     Source: Carion et al., "End-to-End Object Detection with Transformers", arXiv:2005.12872, whose
     costs belong to single pairs of query and object.
     """
 
-    tier = "exact"
-    part = "model"
     # Objects of the batch that a DETR-like's matcher and criterion handle at a time. The
     # matcher computes costs, the criterion the losses of boxes and masks. None: all.
     key = "MEMFIT.CRITERION.CHUNK_SIZE"
+    what = "Hungarian matching by SciPy's linear_sum_assignment"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         nodes = ("DETR", "MASK_FORMER", "MaskDINO", "SparseRCNN")
         has_queries = "TRANSFORMERS" in cfg or any(node in cfg.MODEL for node in nodes)
-        return {"MEMFIT.CRITERION.CHUNK_SIZE": 32} if has_queries else {}
+        return {"MEMFIT.CRITERION.CHUNK_SIZE": 128} if has_queries else {}
+
+
+@ADAPTERS.register()
+class ObjectsOfCriterion(Adapter, ReplacesInForward):
+    """A model with a criterion.
+
+    Methods of classes are replaced, because some models make their criterion in the forward.
+    """
+
+    technique = "ChunkedCriterion"
+    attribute = "objects_at_a_time"
+    objects_at_a_time: int
+    functions: list[_Function]
+    can_chunk: dict[str, bool]  # by function name, once tested
 
     @classmethod
-    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        functions = list(_functions_of_criteria(model))
-        if not any(call is _MatcherCall for *_, call in functions):
-            raise ConfigError(
-                "MEMFIT.CRITERION.CHUNK_SIZE: the model has no Hungarian matching by SciPy's "
-                "linear_sum_assignment, so nothing would change. Set it None"
-            )
-        chunk_size = cfg.MEMFIT.CRITERION.CHUNK_SIZE
-        add_mixin(model, _LooksAtChunks, chunk_size=chunk_size, functions=functions, can_chunk={})
-        return model
+    def find_in(cls, model: nn.Module, key: str) -> Iterable[nn.Module]:
+        has_matcher = any(call is _MatcherCall for *_, call in _functions_of_criteria(model))
+        return [model] if has_matcher else []
+
+    @classmethod
+    def add_to(cls, module: nn.Module, value: Any) -> None:
+        functions = list(_functions_of_criteria(module))
+        add_mixin(module, cls, objects_at_a_time=value, functions=functions, can_chunk={})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training:
+            bound = signature(own_class(self).forward).bind(self, *args, **kwargs)
+            for name, value in bound.arguments.items():
+                bound.arguments[name] = with_packed_masks(value, name)
+            args, kwargs = bound.args[1:], bound.kwargs
+        return super().forward(*args, **kwargs)
+
+    def replaced(self) -> Groups:
+        solver = _Solver()
+        groups: list[tuple[list[Any], dict[str, Any]]] = []
+        for cls, name, call in self.functions:
+            of_call: Any = partial(_MatcherCall, solver) if call is _MatcherCall else call
+            in_chunks = partial(_in_chunks, of_call, self.objects_at_a_time, self.can_chunk)
+            groups.append(([cls], {name: in_chunks if call else sharing_padded_masks}))
+        files = files_of_classes(base for cls, *_ in self.functions for base in cls.__mro__)
+        of_files = {_SOLVER: solver.instead_of, **dict.fromkeys(_PADDING, sharing_padded_masks)}
+        groups += [
+            (files, {name: new}) for name, new in of_files.items() if knows_function(files, name)
+        ]
+        return groups
 
 
 def _functions_of_criteria(model: nn.Module) -> Iterator[_Function]:
@@ -107,35 +157,19 @@ def _functions_of_criteria(model: nn.Module) -> Iterator[_Function]:
         if "forward" in vars(cls) and calls_function(cls, _SOLVER):
             yield cls, "forward", _MatcherCall
         for name, method in vars(cls).items():
-            if isinstance(method, FunctionType) and _is_loss_of_pairs(name, method):
+            if not isinstance(method, FunctionType):
+                continue
+            if _is_loss_of_pairs(name, method):
                 yield cls, name, _LossCall
+            elif name in _PADDING:
+                yield cls, name, None
 
 
 def _is_loss_of_pairs(name: str, method: FunctionType) -> bool:
     parameters = list(signature(method).parameters)
     has_indices = "indices" in parameters[3:-1]  # behind predictions and targets
-    return has_indices and any(word in name for word in _OF_PAIRS)
-
-
-class _LooksAtChunks(ReplacesInForward):
-    chunk_size: int
-    functions: list[_Function]
-    can_chunk: dict[str, bool]  # by function name, once tested
-
-    def replaced(self) -> Groups:
-        # Classes are changed, not modules, because some models make their criterion in the forward.
-        solver = _Solver()
-        groups: list[tuple[list[Any], dict[str, Any]]] = []
-        matchers: list[type] = []
-        for cls, name, call in self.functions:
-            kind: Any = call
-            if call is _MatcherCall:
-                matchers += cls.__mro__
-                kind = partial(_MatcherCall, solver)
-            new = partial(_in_chunks, kind, self.chunk_size, self.can_chunk)
-            groups.append(([cls], {name: new}))
-        files = [file for file in files_of_classes(matchers) if hasattr(file, _SOLVER)]
-        return [*groups, (files, {_SOLVER: solver.instead_of})]
+    samples = any(has_name(unwrap(method).__code__, name) for name in _SAMPLING)
+    return has_indices and not samples and any(word in name for word in _OF_PAIRS)
 
 
 def _in_chunks(
@@ -382,53 +416,21 @@ class _LossCall:
             The result of the loss, and the values in it.
         """
         assert self.num_per_image is not None
-        state = RandomState(self.device)
         results = []
-        start = 0
         for chunk in chunks_of(self.num_per_image, chunk_size):
-            state.restore()
-            part = slice(start, start + sum(s.stop - s.start for s in chunk))
-            run = partial(self._run_chunk, chunk, _DrawnForAll(part, sum(self.num_per_image)))
+            run = partial(self._run_chunk, chunk)
             if torch.is_grad_enabled():
                 # Mask2Former's losses are TorchScript, which cannot be stopped half-way.
                 with set_checkpoint_early_stop(False):
                     results.append(recompute_in_backward(self._criterion, run, *self._arguments))
             else:
                 results.append(run())
-            start = part.stop
         total = _sum(results)
         return total, [torch.as_tensor(value).detach() for value in tree_iter(total)]
 
-    def _run_chunk(self, chunk: Sequence[slice], draws: "_DrawnForAll", *_: Any) -> Any:
-        call = self.restricted_to(
-            chunk
-        )  # made here, and again in the backward: masks of objects are large
-        with draws:
-            return call._loss(call._criterion, *call._arguments, **call._kwargs)
-
-
-class _DrawnForAll(TorchFunctionMode):
-    """While open, random numbers for some pairs are the same as in a draw for all pairs.
-
-    Args:
-        part: the pairs.
-        num: number of all pairs.
-    """
-
-    def __init__(self, part: slice, num: int) -> None:
-        super().__init__()
-        self._part = part
-        self._num = num
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is _rand and args:
-            shape = args if isinstance(args[0], int) else tuple(args[0])
-            if shape[:1] == (self._part.stop - self._part.start,):
-                return func(self._num, *shape[1:], **kwargs)[self._part].clone()
-        return func(*args, **kwargs)
+    def _run_chunk(self, chunk: Sequence[slice], *_: Any) -> Any:
+        call = self.restricted_to(chunk)
+        return call._loss(call._criterion, *call._arguments, **call._kwargs)
 
 
 def _ratio(num_pairs: int, num_objects: int) -> int:

@@ -2,7 +2,6 @@
 """Evaluation results that are post-processed on the host, one mask at a time."""
 
 import logging
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Callable, Optional
 
@@ -116,12 +115,11 @@ def _pasted(
         threshold: the score from which on a pixel belongs to the object.
     """
 
-    def rows(numbers: Sequence[int]) -> torch.Tensor:
-        chosen = list(numbers)
-        return paste_masks_in_image(masks[chosen], boxes[chosen], image_size, threshold)
+    def rows(numbers: torch.Tensor) -> torch.Tensor:
+        return paste_masks_in_image(masks[numbers], boxes[numbers], image_size, threshold)
 
     like = torch.empty(1, *image_size, dtype=torch.bool, device="meta")
-    return LazyRows(RememberedRows(rows), (len(masks),), like, 0, masks.device)
+    return LazyRows(RememberedRows(rows), torch.arange(len(masks)), like, 0, masks.device)
 
 
 def _detector_postprocess_lazily(postprocess: Callable[..., Any]) -> Callable[..., Any]:

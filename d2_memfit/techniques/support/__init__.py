@@ -6,4 +6,5 @@ from .in_forward import *
 from .module_state import *
 from .modules import *
 from .objects import *
+from .packed_masks import *
 from .recomputation import *

@@ -3,7 +3,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, Optional
 
 import torch
@@ -17,7 +16,7 @@ __all__ = ["LazyRows", "RememberedRows", "UpsamplesLater", "WritesToLazyRows"]
 aten = torch.ops.aten
 _CHUNK_BYTES = 2**26  # bytes of rows computed at a time; smaller tensors are computed as a whole
 _interpolate = F.interpolate  # a dry run replaces the function
-_Rows = Callable[[Sequence[int]], torch.Tensor]  # row numbers -> [number of rows, *row]
+_Rows = Callable[[torch.Tensor], torch.Tensor]  # row numbers [n] -> [n, *row]
 
 _COPIES = {aten._to_copy, aten.detach, aten.alias}
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.any, aten.all, aten.argmax}
@@ -41,8 +40,11 @@ class LazyRows(torch.Tensor):
     results, such as a sum over each row, are computed at once. Others get the complete tensor.
 
     Args:
-        rows: called with row numbers, counted through the leading dimensions.
-        leading: sizes of the leading dimensions.
+        rows: called with numbers of rows [n], on the CPU; returns [n, *row]. Its method
+            ``operator``, if it has one, is tried first: called with an operator, the tensor, and
+            the arguments, it returns a result or None. Sums, products and the like of such rows
+            get the complete tensor, so no gradient consists of rows.
+        numbers: the number of each row [*leading], on the CPU.
         like: a row on the device "meta" [1, *row].
         row_bytes: bytes of the largest tensor made for a row.
         device: device of the rows.
@@ -54,21 +56,21 @@ class LazyRows(torch.Tensor):
     def __new__(
         cls,
         rows: _Rows,
-        leading: Sequence[int],
+        numbers: torch.Tensor,
         like: torch.Tensor,
         row_bytes: int,
         device: torch.device,
     ) -> "LazyRows":
-        shape = (*leading, *like.shape[1:])
+        shape = (*numbers.shape, *like.shape[1:])
         made = make_wrapper(cls, shape, dtype=like.dtype, device=device)
         made.rows = rows
-        made.leading = tuple(leading)
+        made.numbers = numbers
         made.like = like
         made.row_bytes = max(row_bytes, like.nbytes)
         return made
 
     rows: _Rows
-    leading: tuple[int, ...]
+    numbers: torch.Tensor
     like: torch.Tensor
     row_bytes: int
 
@@ -76,18 +78,25 @@ class LazyRows(torch.Tensor):
     def from_tensor(cls, tensor: torch.Tensor, num_leading: int) -> "LazyRows":
         """The rows of an existing tensor."""
         flat = tensor.flatten(0, num_leading - 1)
-        like = _meta_like(flat[:1])
-        leading = tensor.shape[:num_leading]
-        return cls(lambda numbers: flat[list(numbers)], leading, like, 0, tensor.device)
+        numbers = torch.arange(len(flat)).view(tensor.shape[:num_leading])
+        return cls(lambda n: flat[n.to(flat.device)], numbers, _meta_like(flat[:1]), 0, flat.device)
+
+    def with_numbers(self, numbers: torch.Tensor) -> "LazyRows":
+        """A selection or another order of the same rows."""
+        return LazyRows(self.rows, numbers, self.like, self.row_bytes, self.device)
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The rows at some positions [n], counted through the leading dimensions."""
+        return self.rows(self.numbers.flatten()[positions])
 
     def compute(self) -> torch.Tensor:
         """Compute the complete tensor."""
-        num = math.prod(self.leading)
+        num = self.numbers.numel()
         result = torch.empty(num, *self.like.shape[1:], dtype=self.dtype, device=self.device)
         step = max(1, _CHUNK_BYTES // max(1, self.row_bytes))
         for start in range(0, num, step):
-            numbers = range(start, min(start + step, num))
-            result[start : numbers.stop] = self.rows(numbers)
+            end = min(start + step, num)
+            result[start:end] = self.at(torch.arange(start, end))
         return result.view(self.shape)
 
     @classmethod
@@ -95,16 +104,25 @@ class LazyRows(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        lazy = next(t for t in tree_iter((args, kwargs)) if isinstance(t, LazyRows))
+        operator = getattr(lazy.rows, "operator", None)
+        result = operator and operator(func, lazy, args, kwargs)
+        if result is not None:
+            return result
         if schema(func).is_mutable and any(isinstance(a, LazyRows) for a in _written(func, args)):
             raise WritesToLazyRows(
-                f"MEMFIT.EVALUATION.ON_HOST: {func} writes into masks that are computed when they "
-                "are needed. Set it False"
+                f"{func} writes into masks that are computed when they are needed. Set {lazy.key}"
             )
         try:
-            return _by_rows(func, args, kwargs)
+            return _by_rows(func, lazy, args, kwargs)
         except _NeedsAllRows:
             args, kwargs = tree_map(_computed, (args, kwargs))
             return func(*args, **kwargs)
+
+    @property
+    def key(self) -> str:
+        """The config keys without which there would be no lazy rows."""
+        return str(getattr(self.rows, "key", "MEMFIT.EVALUATION.ON_HOST False"))
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.compute().numpy(*args, **kwargs)
@@ -140,13 +158,14 @@ def _computed(value: Any) -> Any:
     return value.compute() if isinstance(value, LazyRows) else value
 
 
-def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _by_rows(func: Any, lazy: LazyRows, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator by rows; raise ``_NeedsAllRows`` if it works in another way."""
-    lazy = next(t for t in tree_iter((args, kwargs)) if isinstance(t, LazyRows))
-    num_leading = len(lazy.leading)
+    num_leading = lazy.numbers.dim()
     num_dims = lazy.dim()
     packet = func.overloadpacket
     if packet in _COPIES or _is_elementwise(func):
+        if hasattr(lazy.rows, "operator"):
+            raise _NeedsAllRows
         return _of_rows(lazy, func, args, kwargs)
     if args[0] is not lazy:
         raise _NeedsAllRows
@@ -161,17 +180,18 @@ def _by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             raise _NeedsAllRows
         dims = [d - num_leading + 1 for d in dims]
         return _of_rows(lazy, func, (lazy, dims[0] if is_one else dims, *args[2:]), kwargs)
-    if func in _VIEWS_OF_DIM:
+    if func in _VIEWS_OF_DIM or func is aten.unbind.int:
         position = args[1] if len(args) > 1 else 0
-        dim = position % (num_dims + (func is aten.unsqueeze.default))
-        if dim >= num_leading:
+        is_new = func is aten.unsqueeze.default
+        dim = position % (num_dims + is_new)
+        if dim < num_leading + is_new:
+            chosen = func(lazy.numbers, dim, *args[2:])
+            return tree_map(lazy.with_numbers, chosen)
+        if func is not aten.unbind.int:
             return _of_rows(lazy, func, (lazy, dim - num_leading + 1, *args[2:]), kwargs)
-        return _of_leading(lazy, lambda numbers: func(numbers, dim, *args[2:]))
-    if func is aten.unbind.int and num_leading and (args[1] if len(args) > 1 else 0) == 0:
-        return tuple(_of_leading(lazy, itemgetter(i)) for i in range(lazy.shape[0]))
     if func is aten.index.Tensor and sum(map(_num_indexed, args[1])) <= num_leading:
         indices = [i if i is None else i.cpu() for i in args[1]]
-        return _of_leading(lazy, lambda numbers: func(numbers, indices))
+        return lazy.with_numbers(func(lazy.numbers, indices))
     if func is aten.expand.default or func in _VIEWS:
         return _in_shape(lazy, func, list(args[1]))
     raise _NeedsAllRows
@@ -198,19 +218,6 @@ def _upsample(func: Any) -> Callable[..., torch.Tensor]:
     return upsample
 
 
-def _of_leading(lazy: LazyRows, view: Callable[[torch.Tensor], torch.Tensor]) -> LazyRows:
-    """A selection or another order of the same rows."""
-    numbers = view(torch.arange(math.prod(lazy.leading)).view(lazy.leading))
-    chosen = numbers.flatten().tolist()
-    return LazyRows(
-        lambda numbers: lazy.rows([chosen[n] for n in numbers]),
-        numbers.shape,
-        lazy.like,
-        lazy.row_bytes,
-        lazy.device,
-    )
-
-
 def _in_shape(lazy: LazyRows, func: Any, sizes: list[int]) -> Any:
     """A view that changes only the leading dimensions, or only the others."""
     row = lazy.like.shape[1:]
@@ -220,9 +227,9 @@ def _in_shape(lazy: LazyRows, func: Any, sizes: list[int]) -> Any:
     of_row = sizes[max(0, len(sizes) - len(row)) :]
     is_of_leading = len(sizes) >= len(row) and all(s in (-1, n) for s, n in zip(of_row, row))
     if is_of_leading and (func is aten.expand.default or math.prod(sizes) == lazy.numel()):
-        return _of_leading(lazy, lambda numbers: func(numbers, sizes[: len(sizes) - len(row)]))
-    num_leading = len(lazy.leading)
-    if func in _VIEWS and tuple(sizes[:num_leading]) == lazy.leading:
+        return lazy.with_numbers(func(lazy.numbers, sizes[: len(sizes) - len(row)]))
+    num_leading = lazy.numbers.dim()
+    if func in _VIEWS and tuple(sizes[:num_leading]) == lazy.numbers.shape:
         rest = sizes[num_leading:]
         return _of_rows(lazy, lambda rows: rows.reshape(len(rows), *rest), (lazy,), {})
     raise _NeedsAllRows
@@ -242,34 +249,35 @@ def _of_rows(
     """
     parts = [_part(value, lazy) for value in args]
 
-    def rows(numbers: Sequence[int]) -> torch.Tensor:
-        return function(*(part(numbers) for part, _ in parts), **kwargs)
+    def rows(positions: torch.Tensor) -> torch.Tensor:
+        return function(*(part(positions) for part, _ in parts), **kwargs)
 
     without_device = {k: v for k, v in kwargs.items() if k != "device"}
     like = function(*(like for _, like in parts), **without_device)
+    numbers = torch.arange(lazy.numbers.numel()).view(lazy.numbers.shape)
     device = kwargs.get("device") or lazy.device
     made = LazyRows(
-        RememberedRows(rows) if remembers else rows, lazy.leading, like, lazy.row_bytes, device
+        RememberedRows(rows) if remembers else rows, numbers, like, lazy.row_bytes, device
     )
     return made.compute() if made.numel() * made.element_size() <= _CHUNK_BYTES else made
 
 
-def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[Sequence[int]], Any], Any]:
+def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[torch.Tensor], Any], Any]:
     """An argument's values for some rows, and for one row on the device "meta"."""
     if isinstance(value, LazyRows):
-        if value.leading != lazy.leading:
+        if value.numbers.shape != lazy.numbers.shape:
             raise _NeedsAllRows
-        return value.rows, value.like
+        return value.at, value.like
     if not isinstance(value, torch.Tensor):
-        return (lambda numbers: value), value
-    num_of_row = lazy.dim() - len(lazy.leading)
+        return (lambda positions: value), value
+    num_of_row = lazy.dim() - lazy.numbers.dim()
     if value.dim() <= num_of_row:
-        return (lambda numbers: value), _meta_like(value)
+        return (lambda positions: value), _meta_like(value)
     if value.dim() > lazy.dim():
         raise _NeedsAllRows
     of_row = value.shape[value.dim() - num_of_row :]
-    flat = value.expand(*lazy.leading, *of_row).reshape(-1, *of_row)
-    return (lambda numbers: flat[list(numbers)]), _meta_like(flat[:1])
+    flat = value.expand(*lazy.numbers.shape, *of_row).reshape(-1, *of_row)
+    return (lambda positions: flat[positions.to(flat.device)]), _meta_like(flat[:1])
 
 
 class RememberedRows:
@@ -277,24 +285,24 @@ class RememberedRows:
 
     def __init__(self, rows: _Rows) -> None:
         self._rows = rows
-        self._numbers: list[int] = []
+        self._numbers = torch.tensor([])
         self._last: Optional[torch.Tensor] = None
 
-    def __call__(self, numbers: Sequence[int]) -> torch.Tensor:
-        if list(numbers) != self._numbers:
+    def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
+        if self._last is None or not torch.equal(numbers, self._numbers):
             self._last = None  # frees them before the next exist
             self._last = self._rows(numbers)
-            self._numbers = list(numbers)
-        assert self._last is not None
+            self._numbers = numbers
         return self._last
 
 
 def _argmax(lazy: LazyRows) -> torch.Tensor:
     """Number of the largest row at each place; the first of equal ones."""
-    best = lazy.rows([0])[0].clone()
+    positions = torch.arange(len(lazy)).split(1)
+    best = lazy.at(positions[0])[0].clone()
     number = torch.zeros_like(best, dtype=torch.int64)
-    for i in range(1, lazy.shape[0]):
-        row = lazy.rows([i])[0]
+    for i, position in enumerate(positions[1:], 1):
+        row = lazy.at(position)[0]
         number.masked_fill_(row > best, i)
         torch.maximum(best, row, out=best)
     return number
