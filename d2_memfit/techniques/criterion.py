@@ -58,8 +58,8 @@ _SAMPLING = ("point_sample", "sample_point", "grid_sample")  # of points, instea
 _PADDING = ("prepare_targets", "nested_tensor_from_tensor_list", "_pad_images_to_max_in_batch")
 
 _Call = Union["_MatcherCall", "_LossCall"]
-# A class, its method, and the class of a call of it; None for one that pads masks.
-_Function = tuple[type, str, Optional[type[Any]]]
+# A class, its method, and what it does: "matcher", "loss", "loss of points" or "padding".
+_Function = tuple[type, str, str]
 _Matrix = NDArray[Any]
 _Solve = Callable[..., tuple[_Matrix, _Matrix]]
 
@@ -112,7 +112,7 @@ class ObjectsOfCriterion(Adapter, ReplacesInForward):
 
     @classmethod
     def find_in(cls, model: nn.Module, key: str) -> Iterable[nn.Module]:
-        has_matcher = any(call is _MatcherCall for *_, call in _functions_of_criteria(model))
+        has_matcher = any(kind == "matcher" for *_, kind in _functions_of_criteria(model))
         return [model] if has_matcher else []
 
     @classmethod
@@ -130,11 +130,15 @@ class ObjectsOfCriterion(Adapter, ReplacesInForward):
 
     def replaced(self) -> Groups:
         solver = _Solver()
-        groups: list[tuple[list[Any], dict[str, Any]]] = []
-        for cls, name, call in self.functions:
-            of_call: Any = partial(_MatcherCall, solver) if call is _MatcherCall else call
-            in_chunks = partial(_in_chunks, of_call, self.objects_at_a_time, self.can_chunk)
-            groups.append(([cls], {name: in_chunks if call else sharing_padded_masks}))
+        in_chunks = partial(partial, _in_chunks, self.objects_at_a_time, self.can_chunk)
+        of_kind = {
+            "matcher": in_chunks(partial(_MatcherCall, solver)),
+            "loss": in_chunks(_LossCall),
+            "padding": sharing_padded_masks,
+        }
+        groups: list[tuple[list[Any], dict[str, Any]]] = [
+            ([cls], {name: of_kind[kind]}) for cls, name, kind in self.functions if kind in of_kind
+        ]
         files = files_of_classes(base for cls, *_ in self.functions for base in cls.__mro__)
         of_files = {_SOLVER: solver.instead_of, **dict.fromkeys(_PADDING, sharing_padded_masks)}
         groups += [
@@ -155,27 +159,28 @@ def _functions_of_criteria(model: nn.Module) -> Iterator[_Function]:
         if not issubclass(cls, nn.Module):
             continue
         if "forward" in vars(cls) and calls_function(cls, _SOLVER):
-            yield cls, "forward", _MatcherCall
+            yield cls, "forward", "matcher"
         for name, method in vars(cls).items():
             if not isinstance(method, FunctionType):
                 continue
-            if _is_loss_of_pairs(name, method):
-                yield cls, name, _LossCall
-            elif name in _PADDING:
-                yield cls, name, None
+            if name in _PADDING:
+                yield cls, name, "padding"
+            elif _is_loss_of_pairs(name, method):
+                code = unwrap(method).__code__
+                samples = any(has_name(code, sampling) for sampling in _SAMPLING)
+                yield cls, name, "loss of points" if samples else "loss"
 
 
 def _is_loss_of_pairs(name: str, method: FunctionType) -> bool:
     parameters = list(signature(method).parameters)
-    has_indices = "indices" in parameters[3:-1]  # behind predictions and targets
-    samples = any(has_name(unwrap(method).__code__, name) for name in _SAMPLING)
-    return has_indices and not samples and any(word in name for word in _OF_PAIRS)
+    # Behind predictions and targets.
+    return "indices" in parameters[3:-1] and any(word in name for word in _OF_PAIRS)
 
 
 def _in_chunks(
-    kind: Callable[..., _Call],
     chunk_size: int,
     can_chunk: dict[str, bool],
+    kind: Callable[..., _Call],
     function: Callable[..., Any],
 ) -> Callable[..., Any]:
     @wraps(function)

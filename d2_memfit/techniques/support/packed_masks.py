@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Masks of objects that are stored as bits, and become numbers a few at a time."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ aten = torch.ops.aten
 _zeros = torch.zeros  # a dry run replaces the function
 _CHUNK_BYTES = 2**21  # bytes of numbers at a time; they stay in the processor's caches
 _BYTES_OF_POINT = 64  # numbers for a sampled point: coordinates, indices, weights
+_PIXELS_OF_POINT = 32  # with fewer pixels a point, it takes less time to make numbers of a mask
 _GATHER = 0x0102040810204080  # times 8 bytes that are 0 or 1: their bits are in the highest byte
 _COPIES = {aten._to_copy, aten.clone, aten.detach, aten.alias}
 _JOINS = {aten.cat.default, aten.stack.default}
@@ -118,9 +120,10 @@ class PackedRows:
         """
         height, width = self.like.shape[1:]
         values = grid.new_zeros(grid.shape[:2])
+        are_same = len(grid) > 1 and bool((grid == grid[:1]).all())  # as in a matcher
         for part in _parts(len(grid), grid.shape[1] * _BYTES_OF_POINT):
             for store, positions, rows in self._by_store(numbers[part]):
-                x, y = grid[part][positions].unbind(-1)
+                x, y = (grid[:1] if are_same else grid[part][positions]).unbind(-1)
                 columns = _next_to(x, width, store.width, nearest)
                 lines = _next_to(y, height, store.height, nearest)
                 found: Any = 0
@@ -172,14 +175,29 @@ class PackedRows:
             if (left, top) == (0, 0) and min(right, bottom) >= 0:
                 return self.of_size(height + bottom, width + right).tensor(numbers)
         if packet is aten.grid_sampler_2d and masks.shape[1:2] == (1,):
-            grid, mode, padding, aligned = args[1:]
-            if mode < 2 and padding == 0 and not aligned and grid.dtype is torch.float32:
-                values = self.sample(numbers.flatten(), grid.flatten(1, 2), nearest=mode == 1)
-                return values.view(len(values), 1, *grid.shape[1:3])
+            return self._grid_sample(func, numbers[:, 0], *args[1:])
         if schema(func).name == "torchvision::roi_align" and masks.shape[1] == 1:
             crop = lambda m, boxes: func(m, boxes, *args[2:], **kwargs)  # noqa: E731
             return self.crop(crop, numbers.flatten(), args[1])
         return None
+
+    def _grid_sample(
+        self,
+        func: Any,
+        numbers: torch.Tensor,
+        grid: torch.Tensor,
+        mode: int,
+        padding: int,
+        aligned: bool,
+    ) -> torch.Tensor:
+        num_points = math.prod(grid.shape[1:3])
+        is_usual = mode < 2 and padding == 0 and not aligned and grid.dtype is torch.float32
+        if is_usual and self.like.numel() > _PIXELS_OF_POINT * num_points:
+            values = self.sample(numbers, grid.flatten(1, 2), nearest=mode == 1)
+            return values.view(len(values), 1, *grid.shape[1:3])
+        parts = _parts(len(numbers), 2 * self.like.nbytes) or [slice(0, 0)]
+        others = (mode, padding, aligned)
+        return torch.cat([func(self(numbers[p])[:, None], grid[p], *others) for p in parts])
 
     def _copied(
         self,

@@ -1,5 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 import copy
+import math
 import pickle
 
 import pytest
@@ -11,6 +12,7 @@ from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques.support import (
     PackedRows,
     pack_masks,
+    packed_masks,
     sharing_padded_masks,
     with_packed_masks,
 )
@@ -71,11 +73,18 @@ def test_operators_give_what_they_give_for_the_masks(name, size):
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_points_are_sampled_as_from_numbers_to_the_last_bit(size, mode, align, dtype):
+@pytest.mark.parametrize("from_bits", [False, True])
+@pytest.mark.parametrize("are_same", [False, True])
+def test_points_are_sampled_as_from_numbers_to_the_last_bit(
+    size, mode, align, dtype, from_bits, are_same, monkeypatch
+):
+    monkeypatch.setattr(packed_masks, "_PIXELS_OF_POINT", 0 if from_bits else math.inf)
     plain = masks(size)
     # Some are outside, some on the corners and between pixels.
     grid = torch.rand(20, 50, 2, 2, dtype=dtype) * 2.2 - 1.1
     grid[:, :5] = torch.tensor([-1, 1, 0, 0.5, -0.5], dtype=dtype)[:, None, None]
+    if are_same:
+        grid = grid[:1].repeat(20, 1, 1, 1)
     packed = pack_masks(plain)
     for change in (
         lambda m: m,
