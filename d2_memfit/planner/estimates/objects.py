@@ -18,9 +18,9 @@ __all__ = ["objects_that_fit"]
 
 logger = logging.getLogger(__name__)
 
-_LIMIT = 2000  # objects per image; larger numbers are not tried
+_LIMIT = 1000  # objects per image: dry runs with many chunks take long
 _MASKS_GB = 4  # RAM for the masks of a micro-batch, and a quarter of what is free at most
-_GUESSES = 4  # dry runs between the first two
+_GUESSES = 3  # dry runs between the first two
 _CLOSE = 0.05  # distance of a number that fits from one that does not, as a share of it
 _BOUND_BY_OBJECTS = (
     *("SharedBitMaskTargets", "ChunkedMatching", "ChunkedCriterion", "ChunkedHeads"),
@@ -52,8 +52,8 @@ def objects_that_fit(
 
     def excess(dry_job: DryJob) -> int:
         """Bytes above the limit; 0 or less for a job that fits."""
-        over = dry_job.training_bytes() - limit_bytes
-        return min(over, 0) if is_within(dry_job) else max(over, 1)
+        needs = dry_job.training_bytes() if is_within(dry_job) else dry_job.total_bytes()
+        return needs - limit_bytes
 
     def try_with(settings: dict[str, Any]) -> Callable[[int], int]:
         return lambda num: excess(dry_job.with_batch(with_objects(batch, num), settings))
@@ -99,18 +99,20 @@ def _most(excess: Callable[[int], int], known: dict[int, int], limit: int) -> Mo
         high, known[limit] = limit, excess(limit)
         if known[limit] <= 0:
             return MostObjects(limit, None)
-    # False position, in which both ends lose weight with each guess.
-    below, above = float(known[low]), float(known[high])
+    # False position. An end that stays twice loses weight (the Illinois algorithm).
+    below, above, moved = float(known[low]), float(known[high]), ""
     for _ in range(_GUESSES):
         if high - low <= max(_CLOSE * low, 1):
             break
         guess = low + round((high - low) * below / (below - above))
         guess = min(max(guess, low + 1), high - 1)
-        known[guess] = excess(guess)
-        if known[guess] <= 0:
-            low, below, above = guess, known[guess], above / 2
+        known[guess] = over = excess(guess)
+        if over <= 0:
+            low, below, above = guess, over, above / 2 if moved == "low" else above
+            moved = "low"
         else:
-            high, above, below = guess, known[guess], below / 2
+            high, above, below = guess, over, below / 2 if moved == "high" else below
+            moved = "high"
     return MostObjects(low, high)
 
 

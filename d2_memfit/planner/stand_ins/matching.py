@@ -18,7 +18,13 @@ from detectron2.structures import Boxes, masks
 from numpy.typing import NDArray
 from torch import nn
 
-from ...common.patching import knows_function, modules_with, replaced_together, source_files
+from ...common.patching import (
+    knows_function,
+    modules_with,
+    replaced_functions,
+    replaced_together,
+    source_files,
+)
 from ...techniques import ChunkedMatcher
 from ..dry_run import DryRun, is_fake, make_fake, make_real
 from .compiled_operators import upright
@@ -47,7 +53,8 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
             make_fake(tensors)
-            matrix = pairwise_iou(boxes1, boxes2)
+            with replaced_functions([Boxes], {"area": _fake_results}):
+                matrix = pairwise_iou(boxes1, boxes2)
             make_real(tensors)
             matrix.compared = boxes1, boxes2
             return matrix
@@ -113,6 +120,11 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     ]
     with replaced_together(groups):
         yield
+
+
+def _fake_results(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A replacement of a function that makes results of fake tensors, even small ones, fake."""
+    return lambda *args: make_fake(call(*args))
 
 
 def _assign_at_once(_: Callable[..., Any]) -> Callable[..., Any]:
