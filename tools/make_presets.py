@@ -7,7 +7,7 @@
 
 For each model and each card that it makes sense on, two plans of one GPU, with the recipe's 16
 images in each iteration: the fastest exact one, and, if it is faster, the fastest one with mixed
-precision ("_amp"). Half an hour on two cores for all of the zoo. Those of projects/Transformers are
+precision ("_amp"). Each one says how many objects fit. An hour on two cores for all of the zoo. Those of projects/Transformers are
 made with --transformers, and take some minutes each; so are its guide_*.yaml, exact plans for the
 commands of a guide.
 """
@@ -128,8 +128,7 @@ def guide_preset(name: str) -> str:
     if "seg" in model:
         settings["MEMFIT.CRITERION.CHUNK_SIZE"] = 32
     job = transformers_job(model, [part for pair in settings.items() for part in pair])
-    planner = Planner(job, DeviceModel.load("cuda"))
-    plan = planner.plan(budget_of_preset(card), ["exact"], counts_objects=True)
+    plan = Planner(job, DeviceModel.load("cuda")).plan(budget_of_preset(card), ["exact"])
     if not plan.fits:
         raise SystemExit(f"{name} needs a budget of {plan.smallest_budget_gb} GB")
     source = "the guide" if name.startswith("guide") else "the recipe"

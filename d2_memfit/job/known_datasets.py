@@ -109,8 +109,8 @@ _KNOWN = {
         "arXiv:1805.00123; the largest number is Dataset Ninja's, with ignored regions",
         False,
     ),
-    # Dataset Ninja, training set: 343,205 objects in 6,471 images. The most crowded one has 902, and
-    # 12 ignored regions. 1500 x 2000 pixels at most (github.com/dataset-ninja/vis-drone-2019-det).
+    # Dataset Ninja, training set: 343,205 objects in 6,471 images. The most crowded one has 902 and
+    # 12 ignored regions; 1500 x 2000 pixels at most (github.com/dataset-ninja/vis-drone-2019-det).
     "visdrone": KnownDataset(
         "VisDrone",
         914,

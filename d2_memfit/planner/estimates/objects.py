@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _LIMIT = 1000  # objects per image: dry runs with many chunks take long
 _MASKS_GB = 4  # RAM for the masks of a micro-batch, and a quarter of what is free at most
-_GUESSES = 3  # dry runs between the first two
+_GUESSES = 4  # dry runs with numbers between two that are known
 _CLOSE = 0.05  # distance of a number that fits from one that does not, as a share of it
 _BOUND_BY_OBJECTS = (
     *("SharedBitMaskTargets", "ChunkedMatching", "ChunkedCriterion", "ChunkedHeads"),
