@@ -7,9 +7,9 @@
 
 For each model and each card that it makes sense on, two plans of one GPU, with the recipe's 16
 images in each iteration: the fastest exact one, and, if it is faster, the fastest one with mixed
-precision ("_amp"). Each one says how many objects fit. An hour on two cores for all of the zoo. Those of projects/Transformers are
-made with --transformers, and take some minutes each; so are its guide_*.yaml, exact plans for the
-commands of a guide.
+precision ("_amp"). A comment says how many objects in each image fit. An hour on two cores for all
+of the zoo. Those of projects/Transformers are made with --transformers, and take some minutes each;
+so are its guide_*.yaml, exact plans for the commands of a guide, without that comment.
 """
 
 import argparse
