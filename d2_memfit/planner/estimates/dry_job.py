@@ -42,7 +42,7 @@ class ObjectsThatFit:
 
     Attributes:
         as_it_is: with the job's own settings.
-        with_techniques: with ``settings``; None if they do not help.
+        with_techniques: with ``settings``; None if they do not help, or objects do not decide.
         settings: config keys and values of the techniques that bound memory by objects.
     """
 

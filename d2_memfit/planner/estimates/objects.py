@@ -65,10 +65,10 @@ def objects_that_fit(
     except MemfitError as e:
         logger.info("How many objects fit is not known: %s", e)
         return None
-    if as_it_is.does_not_fit is None:
+    if as_it_is.does_not_fit is None or not as_it_is.fits:  # objects do not decide
         return ObjectsThatFit(as_it_is, None, {})
     settings = _bounding_settings(dry_job.job)
-    known = {as_it_is.fits: known[as_it_is.fits]} if as_it_is.fits else {}
+    known = {as_it_is.fits: known[as_it_is.fits]}
     try:
         more = _most(try_with(settings), known, limit) if settings else as_it_is
     except MemfitError as e:

@@ -73,7 +73,6 @@ def test_unknown_photographs_have_a_width_and_told_ones_have_none(cfg):
             (1000, None),
             "173, and 181 do not; at least 1,000 with MEMFIT.CRITERION.CHUNK_SIZE 32",
         ),
-        ((0, 1), (9, 12), "none, 1 is too many; 9, and 12 do not with MEMFIT.CRITERION.CHUNK_SIZE"),
     ],
 )
 def test_how_many_objects_fit_is_a_line(plan, as_it_is, with_techniques, text):
