@@ -44,12 +44,14 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     Their costs can be ties, which take long, or not be numbers. Targets of the boxes of anchors are
     not computed: nothing but a loss depends on them.
     """
-    compared: list[tuple[Boxes, Boxes]] = []  # in chunks, by the matcher that runs
+    compared: list[tuple[Boxes, Boxes]] = []  # by the matcher that runs in chunks
+    num_chunks = 0  # of that matcher; boxes are kept no longer than it runs
 
     def without_values(pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def fake_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
             tensors = [boxes1.tensor, boxes2.tensor]
-            compared.append((boxes1, boxes2))
+            if len(compared) < num_chunks:
+                compared.append((boxes1, boxes2))
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
             make_fake(tensors)
@@ -86,19 +88,22 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
             if hasattr(matrix, "compared"):
                 with run.paused():
                     use_labels(found, self, *matrix.compared)
+                del matrix.compared
             return found
 
         return match
 
     def with_labels_of_chunks(call: Callable[..., Any]) -> Callable[..., Any]:
         def match(self: ChunkedMatcher, quality: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            compared.clear()
+            nonlocal num_chunks
+            num_chunks = len(getattr(quality, "chunks", ()))
             found = call(self, quality)
-            chunks = compared[: len(getattr(quality, "chunks", ()))]
-            if any(len(boxes) * len(anchors) >= _LARGE_MATRIX for boxes, anchors in chunks):
-                boxes, anchors = chunks[0][0], [anchors for _, anchors in chunks]
+            if any(len(boxes) * len(anchors) >= _LARGE_MATRIX for boxes, anchors in compared):
+                boxes, anchors = compared[0][0], [anchors for _, anchors in compared]
                 with run.paused():
                     use_labels(found, self, boxes, type(boxes).cat(anchors))
+            num_chunks = 0
+            compared.clear()
             return found
 
         return match

@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Matching in a dry run."""
 
+import weakref
+
 import pytest
 import torch
 from detectron2.modeling.box_regression import Box2BoxTransform
@@ -78,6 +80,28 @@ def test_labels_in_a_dry_run_are_those_of_detectron2(num, is_chunked):
     assert torch.equal(our_labels, labels)
     is_matched = matrix.max(dim=0).values > 0
     assert torch.equal(ours[is_matched], matches[is_matched])
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_boxes_do_not_live_longer_in_a_dry_run(is_chunked):
+    boxes, anchors = (Boxes(torch.rand(num, 4).sort().values) for num in (300, 5000))
+    storage = weakref.ref(anchors.tensor)
+    model = AskingForIous()
+    run = DryRun(model)
+    with fast_matching(model, run), run:
+        matrix = pairwise_iou(boxes, anchors)
+        if is_chunked:
+            held = anchors
+            quality = PairwiseQuality(
+                lambda rows, columns: pairwise_iou(boxes[rows], held[columns]), (300, 5000), 4096
+            )
+            ChunkedMatcher(Matcher([0.5], [0, 1]))(quality)
+            del quality, held
+            matrix = None
+        else:
+            Matcher([0.5], [0, 1])(matrix)
+        del anchors
+        assert storage() is None
 
 
 class AskingForIous(nn.Linear):
