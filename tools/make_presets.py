@@ -7,16 +7,17 @@
 
 For each model and each card that it makes sense on, two plans of one GPU, with the recipe's 16
 images in each iteration: the fastest exact one, and, if it is faster, the fastest one with mixed
-precision ("_amp"). Half an hour on two cores for all of the zoo. Those of projects/Transformers are
-made with --transformers, and take some minutes each; so are its guide_*.yaml, exact plans for the
-commands of a guide.
+precision ("_amp"). A comment says how many objects in each image fit. An hour on two cores for all
+of the zoo. Those of projects/Transformers are made with --transformers, and take some minutes each;
+so are its guide_*.yaml, exact plans for the commands of a guide, without that comment.
 """
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from pages import write_section
 from tabulate import tabulate
@@ -25,8 +26,9 @@ from d2_memfit.config import budget_of_preset, load_cfg
 from d2_memfit.job import Job
 from d2_memfit.model_zoo import list_configs
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import in_words
+from d2_memfit.planner.estimates import ObjectsThatFit, in_words
 from d2_memfit.planner.search import Plan, Planner
+from d2_memfit.planner.writing import describe_objects
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -109,7 +111,7 @@ def presets(job: Job, cards: Sequence[str]) -> Iterator[tuple[str, Plan]]:
             is_exact = tiers_of(plan) in ([], ["exact"])
             if plan.fits and is_new and is_exact == (ending == ""):
                 before[ending] = settings
-                yield name, plan
+                yield name, planner.plan(budget_of_preset(card), tiers, prefer, True)
 
 
 def guide_preset(name: str) -> str:
@@ -148,6 +150,7 @@ def preset_text(
         f"iteration, as in {source},",
         f"# {estimate.micro_batch_size} at a time. Estimated at "
         f"{estimate.device_total_gb:.1f} of {plan.budget_gb:g} GB.",
+        *_objects_lines(estimate.objects_that_fit),
         "# Written by tools/make_presets.py.",
         f'_BASE_: "{Path(model).name}.yaml"',
     ]
@@ -162,6 +165,11 @@ def preset_text(
             node = node.setdefault(part, {})
         node[name] = value
     return "\n".join([*lines, *_yaml_lines(tree), ""])
+
+
+def _objects_lines(objects: Optional[ObjectsThatFit]) -> list[str]:
+    text = describe_objects(objects) + "." if objects else ""
+    return textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")
 
 
 def _yaml_lines(tree: dict[str, Any], indent: str = "") -> Iterator[str]:

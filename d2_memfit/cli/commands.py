@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Optional
 
@@ -40,7 +40,7 @@ from ..inference import estimate_inference
 from ..job import Job, find_function, load_lazy_config
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
-from ..planner.estimates import DryRuns, MemoryEstimate, run_dry
+from ..planner.estimates import DryRuns, MemoryEstimate, objects_that_fit, run_dry
 from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
     answer_of_estimate,
@@ -207,6 +207,9 @@ def _estimate(args: argparse.Namespace) -> None:
     limit = dry_job.limit_bytes
     answer = answer_of_estimate(estimate)
     if job.budget_gb is not None and limit is not None:
+        if not args.probe:
+            objects = objects_that_fit(dry_job, limit, lambda dry_job: dry_job.fits(limit))
+            estimate = replace(estimate, objects_that_fit=objects)
         verdict = job.budget_gb, limit / GB, dry_job.fits(limit)
         answer = answer_of_estimate(estimate, *verdict)
     text, details = _with_notes(args, answer, describe_estimate(estimate))
@@ -236,6 +239,7 @@ def _plan(args: argparse.Namespace) -> None:
         cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         runs=runs,
+        counts_objects=True,
     )
     text, details = _with_notes(args, answer_of_plan(plan), describe_plan(plan))
     next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
 import torch
-from detectron2.structures import Instances
+from detectron2.structures import BitMasks, Instances
 
 from ..errors import ConfigError
 
@@ -15,11 +15,14 @@ __all__ = [
     "GivenBatches",
     "copy_of",
     "is_image",
+    "mask_bytes_per_object",
     "need_of",
     "objects_in",
+    "objects_per_image",
     "padded_area",
     "size_of",
     "tensors_of",
+    "with_objects",
 ]
 
 _LARGE_BYTES = 2**20  # larger tensors are not read by value in a dry run
@@ -99,6 +102,51 @@ def objects_in(image: Any) -> Optional[int]:
     if isinstance(target, Instances) and not target.get_fields():
         return 0  # without fields they have no length
     return len(target) if hasattr(target, "__len__") else 0
+
+
+def objects_per_image(batch: Any) -> list[int]:
+    """Numbers of objects of a batch's images; none if one has no objects as ``Instances``."""
+    images = batch if isinstance(batch, list) else []
+    found = [image.get("instances") if isinstance(image, dict) else None for image in images]
+    if not all(isinstance(instances, Instances) for instances in found):
+        return []
+    numbers = [objects_in(image) or 0 for image in images]
+    return numbers if all(numbers) else []
+
+
+def with_objects(batch: list[dict[str, Any]], num: int) -> list[dict[str, Any]]:
+    """A batch with ``num`` objects in each image: its own are repeated, or the last are left out.
+
+    Repeated masks have one pixel, so that they take little RAM.
+
+    Args:
+        batch: with objects, as :func:`objects_per_image` tells.
+    """
+    return [{**image, "instances": _with_objects(image["instances"], num)} for image in batch]
+
+
+def _with_objects(instances: Instances, num: int) -> Instances:
+    fields = {name: _repeated(value, num) for name, value in instances.get_fields().items()}
+    return Instances(instances.image_size, **fields)
+
+
+def _repeated(field: Any, num: int) -> Any:
+    """A field of ``Instances`` for ``num`` objects."""
+    if isinstance(field, BitMasks):
+        return BitMasks(_repeated(field.tensor, num))
+    if isinstance(field, torch.Tensor) and field.dim() > 2:  # masks
+        masks = field.new_zeros(num, *field.shape[1:])
+        masks[: len(field)] = field[:num]
+        masks[len(field) :, 0, 0] = 1
+        return masks
+    index = [i % len(field) for i in range(num)]
+    return [field[i] for i in index] if isinstance(field, list) else field[torch.tensor(index)]
+
+
+def mask_bytes_per_object(batch: list[dict[str, Any]]) -> int:
+    """Bytes of the masks of one object in each image, if they are tensors."""
+    tensors = [t for image in batch for t in tensors_of(image["instances"]) if t.dim() > 2]
+    return sum(t[0].nbytes for t in tensors)
 
 
 def is_image(tensor: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ The batch (``job``)
     - If a dataset has no sizes, they are read from at most 10,000 of its files, evenly spread.
     - Classes of label images are counted in 100 of them: a guess if there are more.
     - Evaluation runs one image at a time, as Detectron2's test loader does.
+    - How many objects fit: more objects in an image are taken to need no less memory.
 
 The step (``steps``, ``dry_run``, ``worst_outputs``)
     - It is not the first: optimizer states and DDP's buckets exist. With accumulation, the

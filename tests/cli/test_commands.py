@@ -129,6 +129,22 @@ def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
     assert "--card rtx_3060" in capsys.readouterr().out.rsplit("\n\n", 1)[1]
 
 
+def test_with_a_budget_the_answers_say_how_many_objects_fit(config_file, capsys):
+    job = ["--config-file", config_file, "--device", "cuda", "--instances", "3"]
+    main(["estimate", *job, "--json"])
+    assert json.loads(capsys.readouterr().out)["objects_that_fit"] is None
+    main(["estimate", *job, "--card", "6GB", "--json"])
+    most = {"fits": 1000, "does_not_fit": None}
+    expected = {"as_it_is": most, "with_techniques": None, "settings": {}}
+    assert json.loads(capsys.readouterr().out)["objects_that_fit"] == expected
+    main(["plan", *job, "--card", "6GB", "--json"])
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["estimate"]["objects_that_fit"] == expected
+    assert plan["before"]["objects_that_fit"] is None
+    main(["plan", *job, "--card", "6GB"])
+    assert "Objects that fit in each image: at least 1,000" in capsys.readouterr().out
+
+
 def test_the_data_say_classes_and_schedule(coins, tmp_path, capsys):
     plan_file = tmp_path / "plan.yaml"
     args = ["--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_3x", "--device", "cuda"]

@@ -5,6 +5,7 @@ from .dry_job import *
 from .dry_runs import *
 from .estimate import *
 from .from_runs import *
+from .objects import *
 from .probe import *
 from .ranges import *
 from .steps import *

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """A job with dry runs of its training and evaluation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Optional
@@ -17,9 +17,38 @@ from .dry_runs import DryRuns
 from .ranges import OF_TENSORS, Others, chance_of_need, margin_of, range_of, widths_of
 from .times import Range, factor_range, seconds_range
 
-__all__ = ["DryJob", "MemoryEstimate"]
+__all__ = ["DryJob", "MemoryEstimate", "MostObjects", "ObjectsThatFit"]
 
 _RESOLUTION = 2**24
+
+
+@dataclass(frozen=True)
+class MostObjects:
+    """The most objects with which a job fits, by dry runs with as many in each image.
+
+    Attributes:
+        fits: objects per image; 0 if the job does not fit with 1.
+        does_not_fit: a larger number of objects per image that does not fit. Numbers between were
+            not tried. None if no number that was tried is too large.
+    """
+
+    fits: int
+    does_not_fit: Optional[int]
+
+
+@dataclass(frozen=True)
+class ObjectsThatFit:
+    """The most objects with which a job fits its budget.
+
+    Attributes:
+        as_it_is: with the job's own settings.
+        with_techniques: with ``settings``; None if they do not help, or objects do not decide.
+        settings: config keys and values of the techniques that bound memory by objects.
+    """
+
+    as_it_is: MostObjects
+    with_techniques: Optional[MostObjects]
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -64,6 +93,8 @@ class MemoryEstimate:
         num_workers: loader workers on each rank.
         host_gb: approximate RAM of each rank and its workers, without the dataset.
         offloaded_gb: the part of it that is page-locked, for activations.
+        objects_that_fit: the most objects with which the job fits its budget; None without a
+            budget, if the images have no objects, or if not asked for.
     """
 
     device: str
@@ -96,6 +127,7 @@ class MemoryEstimate:
     num_workers: int
     host_gb: float
     offloaded_gb: float
+    objects_that_fit: Optional[ObjectsThatFit] = None
 
     def chance_within(self, gb: float) -> float:
         """The chance that the job needs no more than some GB of the device."""
@@ -114,6 +146,7 @@ class DryJob:
         evaluation: its timeline, if it is known.
         evaluates: whether to include evaluation, or training alone.
         runs: makes the dry runs; those of other jobs with the same classes need not be made again.
+        batch: micro-batch in place of the job's largest one.
 
     Attributes:
         training: timeline of the largest micro-batch and an optimizer step. If an iteration has
@@ -132,6 +165,7 @@ class DryJob:
         evaluation: Optional[Timeline] = None,
         evaluates: bool = True,
         runs: Optional[DryRuns] = None,
+        batch: Any = None,
     ) -> None:
         self.job = job
         self._runs = runs
@@ -144,7 +178,7 @@ class DryJob:
         self._like = device.is_gpu, device.foreach
         batches = job.batches
         with one_line_errors(lambda: job.assumptions):
-            batch = job.training_batch()
+            batch = job.training_batch() if batch is None else batch
             self.image_size = size_of(batch)
             self.num_instances = batches.num_instances
             self.training = self._train(batch)
@@ -164,6 +198,11 @@ class DryJob:
     def trace(self) -> tuple[list[int], ...]:
         """Sizes of allocations and frees, equal for jobs that do the same."""
         return tuple(t.changes_bytes() for t in (self.training, self.evaluation) if t is not None)
+
+    def with_batch(self, batch: Any, settings: Mapping[str, Any]) -> "DryJob":
+        """The job with another micro-batch, and with settings that do not concern evaluation."""
+        job = self.job.with_settings(settings)
+        return type(self)(job, self.device, self.evaluation, False, self._runs, batch)
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether the job runs within a limit of the process, context included."""

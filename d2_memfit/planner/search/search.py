@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -20,7 +21,15 @@ from ...job import Job, Size
 from ...memory import check_budget
 from ...techniques import TIERS, get_technique
 from ..device import DeviceModel
-from ..estimates import DryJob, DryRuns, as_in_runs, chance_to_fit, job_class, margin_of
+from ..estimates import (
+    DryJob,
+    DryRuns,
+    as_in_runs,
+    chance_to_fit,
+    job_class,
+    margin_of,
+    objects_that_fit,
+)
 from .cost_fit import with_cost_model
 from .fastest import Fastest
 from .plan import OtherPlan, Plan, PlanStep
@@ -56,6 +65,7 @@ def plan_memory(
     cost_model: bool = False,
     prefer: str = "exact",
     runs: Optional[DryRuns] = None,
+    counts_objects: bool = False,
 ) -> Plan:
     """Find the least harmful changes with which a job fits a budget.
 
@@ -72,6 +82,7 @@ def plan_memory(
         prefer: "exact", or "speed" for the plan that is predicted to be the fastest with the tiers
             "exact" and "precision".
         runs: makes the dry runs; those of the job's other plans need not be made again.
+        counts_objects: whether to find the most objects with which the planned job fits.
 
     Raises:
         ConfigError: a value cannot work, or the config's model cannot be built.
@@ -93,7 +104,8 @@ def plan_memory(
     if not probe:
         device = as_in_runs(job, device, under_budget=True)
     planner = Planner(job, device, job_class(probe, device, runs), evaluates, progress)
-    plan = planner.plan(budget_gb, [tier for tier in TIERS if tier in allow], prefer)
+    tiers = [tier for tier in TIERS if tier in allow]
+    plan = planner.plan(budget_gb, tiers, prefer, counts_objects and not probe)
     return with_cost_model(plan, job, device, allow, progress, runs) if cost_model else plan
 
 
@@ -107,13 +119,19 @@ def _has_card_of(budget_gb: float) -> bool:
 class Planner(Trials):
     """Finds plans. All plans of one planner share its dry runs."""
 
-    def plan(self, budget_gb: float, tiers: Sequence[str], prefer: str = "exact") -> Plan:
+    def plan(
+        self,
+        budget_gb: float,
+        tiers: Sequence[str],
+        prefer: str = "exact",
+        counts_objects: bool = False,
+    ) -> Plan:
         """Find a plan.
 
         Args:
             budget_gb: device memory for the whole process.
             tiers: tiers that may be used, in the order of harm.
-            prefer: as for :func:`plan_memory`.
+            prefer, counts_objects: as for :func:`plan_memory`.
         """
         margin = margin_of(self.job, self.device)
         self.budget_bytes = budget_gb * GB
@@ -133,6 +151,10 @@ class Planner(Trials):
         before, after = self.dry_job(choice_of((), self._images)), self.dry_job(choice)
         if fits:
             needs_bytes = after.total_bytes(self.limit_bytes)
+        objects = None
+        if counts_objects:
+            objects = objects_that_fit(after, self.limit_bytes, self.is_within)
+        estimate = after.estimate(self.limit_bytes, with_range=True)
         return Plan(
             budget_gb=budget_gb,
             margin=1 - self.limit_bytes / self.budget_bytes,
@@ -141,7 +163,7 @@ class Planner(Trials):
             steps=self._steps(choice, one_by_one=fits),
             settings={**self.settings(choice), **self._safety(budget_gb), **_on_host(after)},
             before=before.estimate(self.limit_bytes),
-            estimate=after.estimate(self.limit_bytes, with_range=True),
+            estimate=replace(estimate, objects_that_fit=objects),
             time_factor=after.seconds() / before.seconds(),
             time_range=after.time_range(before),
             smallest_budget_gb=smallest_gb,

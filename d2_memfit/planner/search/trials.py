@@ -195,9 +195,11 @@ class Trials:
     def fits(self, choice: Choice) -> bool:
         if not self.runs(choice):
             return False
-        dry_job = self.dry_job(choice)
-        fits = dry_job.fits(self.limit_bytes) and dry_job.total_bytes() <= self.budget_bytes
-        return fits and self.host_holds(choice)
+        return self.is_within(self.dry_job(choice)) and self.host_holds(choice)
+
+    def is_within(self, dry_job: DryJob) -> bool:
+        """Whether a job stays within both limits of the device."""
+        return dry_job.fits(self.limit_bytes) and dry_job.total_bytes() <= self.budget_bytes
 
     def host_holds(self, choice: Choice) -> bool:
         """Whether the host has the RAM for what a choice offloads."""

@@ -18,7 +18,14 @@ from detectron2.structures import Boxes, masks
 from numpy.typing import NDArray
 from torch import nn
 
-from ...common.patching import knows_function, modules_with, replaced_together, source_files
+from ...common.patching import (
+    knows_function,
+    modules_with,
+    replaced_functions,
+    replaced_together,
+    source_files,
+)
+from ...techniques import ChunkedMatcher
 from ..dry_run import DryRun, is_fake, make_fake, make_real
 from .compiled_operators import upright
 
@@ -31,23 +38,27 @@ _MANY_BOXES = 2**18  # a dry run then does not compute results with one number f
 
 @contextmanager
 def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
-    """While open, record large matrices of box pairs without computing; match in chunks.
+    """While open, record large matrices of box pairs without computing; label as with them.
 
     Hungarian matching takes any match. Predictions are invented, so none is better than another.
     Their costs can be ties, which take long, or not be numbers. Targets of the boxes of anchors are
     not computed: nothing but a loss depends on them.
     """
-    pairs: dict[int, tuple[Boxes, Boxes]] = {}  # by the id of a matrix
+    compared: list[tuple[Boxes, Boxes]] = []  # by the matcher that runs in chunks
+    num_chunks = 0  # of that matcher; boxes are kept no longer than it runs
 
     def without_values(pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def fake_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
             tensors = [boxes1.tensor, boxes2.tensor]
+            if len(compared) < num_chunks:
+                compared.append((boxes1, boxes2))
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
             make_fake(tensors)
-            matrix = pairwise_iou(boxes1, boxes2)
+            with replaced_functions([Boxes], {"area": _fake_results}):
+                matrix = pairwise_iou(boxes1, boxes2)
             make_real(tensors)
-            pairs[id(matrix)] = upright(boxes1), upright(boxes2)
+            matrix.compared = boxes1, boxes2
             return matrix
 
         return fake_pairwise_iou
@@ -63,15 +74,36 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
 
         return get_fake_deltas
 
-    def in_chunks(call: Callable[..., Any]) -> Callable[..., Any]:
+    def use_labels(
+        found: tuple[torch.Tensor, torch.Tensor], matcher: Matcher, boxes: Boxes, anchors: Boxes
+    ) -> None:
+        """Replace the matches and labels of values that were not computed."""
+        for result, real in zip(found, _labels(matcher, upright(boxes), upright(anchors))):
+            result.copy_(real)
+        make_real(found)
+
+    def with_labels(call: Callable[..., Any]) -> Callable[..., Any]:
         def match(self: Matcher, matrix: Any) -> tuple[torch.Tensor, torch.Tensor]:
             found = call(self, matrix)
-            pair = pairs.pop(id(matrix), None)
-            if pair is not None:
+            if hasattr(matrix, "compared"):
                 with run.paused():
-                    for result, real in zip(found, _labels(self, *pair)):
-                        result.copy_(real)
-                make_real(found)
+                    use_labels(found, self, *matrix.compared)
+                del matrix.compared
+            return found
+
+        return match
+
+    def with_labels_of_chunks(call: Callable[..., Any]) -> Callable[..., Any]:
+        def match(self: ChunkedMatcher, quality: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal num_chunks
+            num_chunks = len(getattr(quality, "chunks", ()))
+            found = call(self, quality)
+            if any(len(boxes) * len(anchors) >= _LARGE_MATRIX for boxes, anchors in compared):
+                boxes, anchors = compared[0][0], [anchors for _, anchors in compared]
+                with run.paused():
+                    use_labels(found, self, boxes, type(boxes).cat(anchors))
+            num_chunks = 0
+            compared.clear()
             return found
 
         return match
@@ -84,7 +116,8 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     matchers += [module for module, _ in modules_with(solver)]
     # Models call these functions by name. They have no arguments that would choose others.
     groups: list[tuple[list[Any], dict[str, Any]]] = [
-        ([Matcher], {"__call__": in_chunks}),
+        ([Matcher], {"__call__": with_labels}),
+        ([ChunkedMatcher], {"__call__": with_labels_of_chunks}),
         (files, dict.fromkeys(names, without_values)),
         ([Box2BoxTransform], {"get_deltas": without_targets}),
         ([masks], {"rasterize_polygons_within_box": _once_per_box}),
@@ -92,6 +125,11 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     ]
     with replaced_together(groups):
         yield
+
+
+def _fake_results(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A replacement of a function that makes results of fake tensors, even small ones, fake."""
+    return lambda *args: make_fake(call(*args))
 
 
 def _assign_at_once(_: Callable[..., Any]) -> Callable[..., Any]:

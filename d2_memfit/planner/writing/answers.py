@@ -10,6 +10,7 @@ from .text import (
     EVALUATION_DECIDES,
     describe_chance,
     describe_harm,
+    describe_objects,
     describe_settings,
     no_room,
     what_would_tell,
@@ -58,6 +59,7 @@ def answer_of_estimate(
     ]
     if e.expandable_segments is False and e.other_segments_gb is not None:
         lines.append(f"With expandable segments, as under a budget: {e.other_segments_gb:.1f} GB")
+    lines.append(_objects_that_fit(e))
     lines += [_sources(e), *what_would_tell(e), *_unknown(e)]
     return "\n".join(filter(None, lines))
 
@@ -82,13 +84,14 @@ def answer_of_plan(plan: Plan) -> str:
     else:
         lines.append(describe_chance(plan))
     lines += [EVALUATION_DECIDES] if plan.evaluation_decides else []
+    lines.append(_objects_that_fit(plan.estimate))
     lines += _unknown(plan.estimate)
     if plan.other is not None:
         lines.append(
             f"With the same gradients, --allow exact: time x {in_words(plan.other.time_range)}, "
             f"{plan.other.device_total_gb:.1f} GB"
         )
-    return "\n".join(lines)
+    return "\n".join(filter(None, lines))
 
 
 def _verdict(plan: Plan) -> str:
@@ -154,6 +157,10 @@ def _objects(e: MemoryEstimate) -> str:
     if e.num_instances is None:
         return ""
     return f", with {e.num_instances} object{'s' * (e.num_instances != 1)} at most"
+
+
+def _objects_that_fit(e: MemoryEstimate) -> str:
+    return describe_objects(e.objects_that_fit) if e.objects_that_fit else ""
 
 
 def _sources(e: MemoryEstimate) -> str:

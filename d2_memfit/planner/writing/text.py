@@ -7,7 +7,14 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..estimates import OF_TENSORS, MemoryEstimate, in_words, range_of
+from ..estimates import (
+    OF_TENSORS,
+    MemoryEstimate,
+    MostObjects,
+    ObjectsThatFit,
+    in_words,
+    range_of,
+)
 from ..search import OtherPlan, Plan, PlanStep
 
 EVALUATION_DECIDES = (
@@ -31,6 +38,7 @@ __all__ = [
     "describe_chance",
     "describe_estimate",
     "describe_harm",
+    "describe_objects",
     "describe_plan",
     "describe_settings",
     "describe_sources",
@@ -53,7 +61,24 @@ def describe_batch(estimate: MemoryEstimate) -> list[str]:
         *(f"Assumed: {line}" for line in e.assumptions),
         *(f"At least: {line}" for line in e.at_least),
     ]
-    return [*lines, *_range(e)]
+    objects = e.objects_that_fit
+    return [*lines, *_range(e), *([describe_objects(objects)] if objects else [])]
+
+
+def describe_objects(objects: ObjectsThatFit) -> str:
+    """A line about how many objects fit."""
+    line = f"Objects that fit in each image: {_most(objects.as_it_is)}"
+    if objects.with_techniques is None:
+        return line
+    return f"{line}; {_most(objects.with_techniques)} with {describe_settings(objects.settings)}"
+
+
+def _most(most: MostObjects) -> str:
+    if most.does_not_fit is None:
+        return f"at least {most.fits:,}"
+    if not most.fits:
+        return "none, 1 is too many"
+    return f"{most.fits:,}, and {most.does_not_fit:,} do not"
 
 
 def _range(e: MemoryEstimate) -> list[str]:

@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Matching in a dry run."""
 
+import weakref
+
 import pytest
 import torch
 from detectron2.modeling.box_regression import Box2BoxTransform
@@ -12,6 +14,7 @@ from d2_memfit.job import boxes_anywhere
 from d2_memfit.planner.dry_run import DryRun, is_fake
 from d2_memfit.planner.stand_ins import fast_matching
 from d2_memfit.planner.stand_ins.matching import _find_labels, _Overlaps
+from d2_memfit.techniques import ChunkedMatcher, PairwiseQuality
 
 optimize = pytest.importorskip("scipy.optimize")
 linear_sum_assignment = optimize.linear_sum_assignment  # as matchers import it
@@ -53,6 +56,59 @@ def test_labels_of_anchors_are_those_of_detectron2(matcher, has_box_outside):
     assert torch.equal(our_labels, labels)
     is_matched = matrix.max(dim=0).values > 0
     assert torch.equal(ours[is_matched], matches[is_matched])
+
+
+@pytest.mark.parametrize("num", [20, 300])  # of 300, the matrix of a chunk is not computed
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_labels_in_a_dry_run_are_those_of_detectron2(num, is_chunked):
+    boxes, anchors = (
+        Boxes(torch.as_tensor(boxes_anywhere(n, (200, 300), seed=n)).float()) for n in (num, 5000)
+    )
+    matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
+    matrix = pairwise_iou(boxes, anchors)
+    matches, labels = matcher(matrix)
+    model = AskingForIous()
+    run = DryRun(model)
+    with fast_matching(model, run), run:
+        if is_chunked:
+            quality = PairwiseQuality(
+                lambda rows, columns: pairwise_iou(boxes[rows], anchors[columns]), (num, 5000), 4096
+            )
+            ours, our_labels = ChunkedMatcher(matcher)(quality)
+        else:
+            ours, our_labels = matcher(pairwise_iou(boxes, anchors))
+    assert torch.equal(our_labels, labels)
+    is_matched = matrix.max(dim=0).values > 0
+    assert torch.equal(ours[is_matched], matches[is_matched])
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_boxes_do_not_live_longer_in_a_dry_run(is_chunked):
+    boxes, anchors = (Boxes(torch.rand(num, 4).sort().values) for num in (300, 5000))
+    storage = weakref.ref(anchors.tensor)
+    model = AskingForIous()
+    run = DryRun(model)
+    with fast_matching(model, run), run:
+        matrix = pairwise_iou(boxes, anchors)
+        if is_chunked:
+            held = anchors
+            quality = PairwiseQuality(
+                lambda rows, columns: pairwise_iou(boxes[rows], held[columns]), (300, 5000), 4096
+            )
+            ChunkedMatcher(Matcher([0.5], [0, 1]))(quality)
+            del quality, held
+            matrix = None
+        else:
+            Matcher([0.5], [0, 1])(matrix)
+        del anchors
+        assert storage() is None
+
+
+class AskingForIous(nn.Linear):
+    """A module of this file, whose ``pairwise_iou`` a dry run replaces."""
+
+    def __init__(self):
+        super().__init__(2, 2)
 
 
 def test_an_iou_is_computed_once_for_each_box(monkeypatch):

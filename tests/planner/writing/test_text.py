@@ -6,9 +6,17 @@ from dataclasses import replace
 import pytest
 from tiny import tiny_cfg
 
-from d2_memfit.planner.estimates import estimate_memory
+from d2_memfit.planner.estimates import MostObjects, ObjectsThatFit, estimate_memory
 from d2_memfit.planner.search import plan_memory
-from d2_memfit.planner.writing import describe_chance, describe_sources, what_would_tell
+from d2_memfit.planner.writing import (
+    answer_of_estimate,
+    answer_of_plan,
+    describe_chance,
+    describe_estimate,
+    describe_objects,
+    describe_sources,
+    what_would_tell,
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +60,29 @@ def test_unknown_photographs_have_a_width_and_told_ones_have_none(cfg):
     told = estimate_memory(cfg, 1, "cuda", image_size=(64, 64), evaluates=False)
     assert told.widths["shape"] == (0, 0)
     assert told.typical_size == told.image_size
+
+
+@pytest.mark.parametrize(
+    ("as_it_is", "with_techniques", "text"),
+    [
+        ((173, 181), None, "173, and 181 do not"),
+        ((1000, None), None, "at least 1,000"),
+        ((0, 1), None, "none, 1 is too many"),
+        (
+            (173, 181),
+            (1000, None),
+            "173, and 181 do not; at least 1,000 with MEMFIT.CRITERION.CHUNK_SIZE 32",
+        ),
+    ],
+)
+def test_how_many_objects_fit_is_a_line(plan, as_it_is, with_techniques, text):
+    more = with_techniques and MostObjects(*with_techniques)
+    settings = {"MEMFIT.CRITERION.CHUNK_SIZE": 32} if more else {}
+    objects = ObjectsThatFit(MostObjects(*as_it_is), more, settings)
+    line = describe_objects(objects)
+    assert line.startswith(f"Objects that fit in each image: {text}")
+    e = replace(plan.estimate, objects_that_fit=objects)
+    for written in (describe_estimate(e), answer_of_estimate(e, 4.0, 3.6)):
+        assert line in written.splitlines()
+    assert line in answer_of_plan(replace(plan, estimate=e)).splitlines()
+    assert "Objects that fit" not in answer_of_plan(plan) + describe_estimate(plan.estimate)
