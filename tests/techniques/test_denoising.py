@@ -33,7 +33,7 @@ EACH_KIND = pytest.mark.parametrize("kind", ["rt_detr_v2", "d_fine"])
 
 
 def made(kind="rt_detr_v2", limit=None, **options):
-    """A tiny detector with the same weights each time. Its own number of denoising queries is 10."""
+    """A tiny detector with the same weights each time, and a num_denoising of 10."""
     cfg = tiny_transformers_cfg(kind, **options)
     cfg.MEMFIT.CRITERION.DENOISING_QUERIES = limit
     torch.manual_seed(0)

@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> None:
     rows = [cost(args, num) for num in args.objects]
     names = ["objects", "plain, MiB", "bounded, MiB", "ratio", "plain, s", "bounded, s", "ratio"]
     print(tabulate(rows, names, tablefmt="github", floatfmt=".2f"), end="\n\n")
-    rows = [distances(args, list(map(int, batch.split(",")))) for batch in args.batches]
+    batches = [list(map(int, batch.split(","))) for batch in args.batches]
+    rows = [row for counts in batches for row in distances(args, counts)]
     names = ["objects", "losses", "another draw", "bounded", f"another {args.draws}", "bounded"]
-    print(tabulate(sum(rows, []), names, tablefmt="github", floatfmt=".3f"))
+    print(tabulate(rows, names, tablefmt="github", floatfmt=".3f"))
 
 
 def detector(args: argparse.Namespace, limit: Optional[int]) -> Any:
