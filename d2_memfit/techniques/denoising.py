@@ -13,10 +13,10 @@ import torch
 from detectron2.config import CfgNode
 from torch import nn
 
-from ..common.patching import Groups, calls_function, files_of_classes
+from ..common.patching import Groups, calls_function, files_of_classes, replaced_together
 from ..errors import ConfigError
 from .registry import TECHNIQUES, PositiveIntTechnique
-from .support import ReplacesInForward, add_mixin, objects_per_image, take_objects
+from .support import add_mixin, objects_per_image, take_objects
 
 __all__ = ["DenoisingQueries"]
 
@@ -107,12 +107,17 @@ def _problem(model: nn.Module, classes: Sequence[type]) -> Optional[str]:
     return None
 
 
-class _BoundsQueries(ReplacesInForward):
+class _BoundsQueries(nn.Module):
     limit: int
     classes: list[type]
     said: list[str]
 
-    def replaced(self) -> Groups:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # ReplacesInForward would hide what ChunkedCriterion replaces in the same module.
+        with replaced_together(self.replaced_makers_and_losses()):
+            return super().forward(*args, **kwargs)
+
+    def replaced_makers_and_losses(self) -> Groups:
         makes = partial(_for_chosen_objects, self.limit, self.said)
         of_classes: dict[str, Callable[[Any], Any]] = {
             _MAKES_OF_DINO: makes,

@@ -179,7 +179,7 @@ def test_each_object_has_the_same_chance(monkeypatch):
         for n in (9, 2, 5)
     ]
     torch.manual_seed(0)
-    with replaced_together(model.replaced()):
+    with replaced_together(model.replaced_makers_and_losses()):
         for _ in range(1000):
             getattr(file, MAKES)(targets, 1, 12, None, 10)
     for image, count, chance in ((0, 9, 3 / 9), (1, 2, 1), (2, 5, 3 / 5)):
@@ -248,6 +248,22 @@ def test_the_peak_is_bounded_as_objects_grow():
             peaks[limit, count] = meter.peak_bytes
     assert peaks[None, 400] > 5 * peaks[None, 50]
     assert peaks[10, 1000] < 1.2 * peaks[10, 50]
+
+
+def test_the_criterion_can_run_in_chunks_too():
+    losses, peaks = [], []
+    for chunk_size in (None, 8):
+        cfg = tiny_transformers_cfg("rt_detr_v2")
+        cfg.TRANSFORMERS.NUM_QUERIES = 200
+        cfg.MEMFIT.CRITERION.DENOISING_QUERIES = 10
+        cfg.MEMFIT.CRITERION.CHUNK_SIZE = chunk_size
+        torch.manual_seed(0)
+        model = apply_techniques("model", build_model(cfg), cfg)
+        with TensorMeter() as meter:
+            losses.append(step(model, (300,))[0])
+        peaks.append(meter.peak_bytes)
+    assert peaks[1] < 0.8 * peaks[0]
+    assert relative_difference(losses[1], losses[0]) < 1e-5
 
 
 def test_objects_without_queries_are_said_once(caplog):

@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=100, help="objects with denoising queries")
     parser.add_argument("--objects", type=int, nargs="*", default=[20, 200, 500, 1000])
     parser.add_argument(
-        "--batches", nargs="*", default=["500", "500,20"], help="objects of images, for gradients"
+        "--batches", nargs="*", default=["250", "250,20"], help="objects of images, for gradients"
     )
-    parser.add_argument("--draws", type=int, default=8, help="draws in a mean gradient")
+    parser.add_argument("--draws", type=int, default=4, help="draws in a mean gradient")
 
 
 def run(args: argparse.Namespace) -> None:
