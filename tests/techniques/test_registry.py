@@ -52,6 +52,7 @@ def test_each_is_off_by_default_and_its_settings_turn_it_on(name):
     cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = 1000
     cfg.DATALOADER.NUM_WORKERS = 2
     cfg.MODEL.DETR = CfgNode({"NUM_OBJECT_QUERIES": 100})
+    cfg.TRANSFORMERS = CfgNode({"TYPE": "d_fine"})
     assert not technique.is_on(cfg)
     settings = technique.enabling_settings(cfg)
     assert settings, f"{name} has no enabling_settings for this config: no plan uses it"

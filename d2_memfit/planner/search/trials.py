@@ -33,9 +33,10 @@ _ORDER = {
     ),
     "precision": ("MixedPrecision", "EightBitOptimizerStates"),
     "recipe": (
-        *("PolygonMasks", "FewerDetections", "FewerProposals", "SmallerRpnBatch"),
-        *("SmallerRoiBatch", "OneImageSize", "MoreFrozenStages", "LowRankAdapters"),
-        *("SmallerImages", "FrozenModules", "FewerQueries", "LighterBackbone"),
+        *("PolygonMasks", "DenoisingQueries", "FewerDetections", "FewerProposals"),
+        *("SmallerRpnBatch", "SmallerRoiBatch", "OneImageSize", "MoreFrozenStages"),
+        *("LowRankAdapters", "SmallerImages", "FrozenModules", "FewerQueries"),
+        "LighterBackbone",
     ),
 }
 
