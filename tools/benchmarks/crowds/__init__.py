@@ -10,7 +10,8 @@ process's CPU time, as medians. A side that does not fit in the free memory has 
 
 Training: each side has its own process. Its images are made of a photograph's objects, many times
 over. First, Detectron2's trainer trains with enough memory. Then it trains under the limit, and so
-does d2_memfit's with recovery, without and with the techniques. Peaks are of the process's private
+does d2_memfit's with recovery, without and with the techniques. Time does not include the first
+iteration. Peaks are of the process's private
 memory, read every 2 ms. Weights are compared with those of the first run.
 
 Writes lines to docs/crowds.jsonl. From these, it writes tables of docs/TECHNIQUES.md and
@@ -98,6 +99,7 @@ def sides_of(
     name: str, folder: str, iterations: int, args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Train all sides of a model, and compare their weights."""
+    budget_gb = None  # that of the first side
     with tempfile.TemporaryDirectory() as output_dir:
         for side in training.SIDES:
             spec = {
@@ -107,9 +109,11 @@ def sides_of(
                 "output_dir": output_dir,
                 "chunk_size": args.chunk_size,
                 "iterations": iterations,
+                "budget_gb": budget_gb,
                 "size": args.size,
             }
             line = {"side": side, **in_process("training", spec)}
+            budget_gb = budget_gb or line["start_gb"] + training.JOBS[name].extra_gb
             is_complete = line["iterations"] == iterations
             gap = training.difference(Path(output_dir), side) if is_complete else None
             yield {**line, "difference": gap}

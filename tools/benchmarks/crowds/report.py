@@ -26,13 +26,17 @@ def write(docs: Path) -> str:
         The tables.
     """
     lines = [json.loads(x) for x in (docs / "crowds.jsonl").read_text().splitlines()]
-    steps, trainings = (
-        [line for line in lines if line["part"] == part] for part in ("step", "training")
-    )
-    tables = table_of_steps(steps), table_of_trainings(trainings)
-    write_section(docs / "TECHNIQUES.md", "crowds", TOOL, tables[0])
-    write_section(docs / "RECOVERY.md", "crowds", TOOL, tables[1])
-    draw(steps, docs / "crowds.png")
+    parts = {
+        part: [line for line in lines if line["part"] == part] for part in ("step", "training")
+    }
+    tables = []
+    if parts["step"]:
+        tables.append(table_of_steps(parts["step"]))
+        write_section(docs / "TECHNIQUES.md", "crowds", TOOL, tables[-1])
+        draw(parts["step"], docs / "crowds.png")
+    if parts["training"]:
+        tables.append(table_of_trainings(parts["training"]))
+        write_section(docs / "RECOVERY.md", "crowds", TOOL, tables[-1])
     return "\n\n".join(tables)
 
 

@@ -13,7 +13,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
 from detectron2.data.datasets import load_coco_json
-from detectron2.engine import SimpleTrainer
+from detectron2.engine import HookBase, SimpleTrainer
 from detectron2.modeling import build_model
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class Job(NamedTuple):
         config: a config file; "" is Detectron2's Mask R-CNN R50-FPN.
         opts: alternating keys and values.
         size: height and width of the images.
-        extra_gb: room for training in addition to the process's memory before.
+        extra_gb: room for training in addition to the process's memory after an iteration.
     """
 
     config: str
@@ -50,45 +50,52 @@ class Job(NamedTuple):
     extra_gb: float
 
 
-def of_transformers(config: str, size: int, extra_gb: float, *opts: Any) -> Job:
-    return Job(config, [*opts, "TRANSFORMERS.RESOLUTION", size], size, extra_gb)
-
-
-# PIXEL_STD keeps activations of random weights small.
+SWIN = {
+    "model_type": "swin",
+    "depths": [2, 2, 2, 2],
+    "drop_path_rate": 0.0,
+    "out_features": ["stage1", "stage2", "stage3", "stage4"],
+}
+VIT = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "num_blocks": 2}
+# No model has batch normalisation that is trained, so that images can run one by one.
 JOBS = {
+    # PIXEL_STD keeps activations of random weights small.
     "Mask R-CNN R50-FPN": Job(
-        "",
-        ["INPUT.MASK_FORMAT", "bitmask", "MODEL.PIXEL_STD", [300.0] * 3],
-        384,
-        1.2,
+        "", ["INPUT.MASK_FORMAT", "bitmask", "MODEL.PIXEL_STD", [300.0] * 3], 384, 1.2
     ),
-    "Mask2Former R50": of_transformers(
-        "mask2former_r50",
-        *(384, 1.6, "TRANSFORMERS.OPTIONS", [["encoder_layers", 2], ["decoder_layers", 4]]),
+    "small Mask2Former": Job(
+        "mask2former_swin_tiny",
+        [
+            "TRANSFORMERS.OPTIONS",
+            [["backbone_config", SWIN], ["encoder_layers", 2], ["decoder_layers", 4]],
+        ],
+        *(384, 1.6),
     ),
-    "RF-DETR with masks": of_transformers(
-        "rf_detr_seg_coins", 320, 1.2, "TRANSFORMERS.NUM_QUERIES", 100
+    "small RF-DETR with masks": Job(
+        "rf_detr_seg_coins", ["TRANSFORMERS.NUM_QUERIES", 100], 320, 1.2
     ),
-    "RT-DETR v2": of_transformers("rt_detr_v2_coins", 320, 0.8, "TRANSFORMERS.NUM_QUERIES", 100),
+    "small EoMT": Job(
+        "eomt_large", ["TRANSFORMERS.OPTIONS", [list(x) for x in VIT.items()]], 320, 1.2
+    ),
 }
 
 
-def config_of(job: Job, technique: Optional[int]) -> CfgNode:
+def config_of(job: Job, size: int, chunk_size: Optional[int]) -> CfgNode:
     """The job's config.
 
     Args:
-        technique: MEMFIT.CRITERION.CHUNK_SIZE; None is without the techniques.
+        chunk_size: MEMFIT.CRITERION.CHUNK_SIZE; None is without the techniques.
     """
-    common = ["MODEL.DEVICE", "cpu", "MODEL.WEIGHTS", "", "MODEL.ROI_HEADS.NUM_CLASSES", 1]
+    opts = ["MODEL.DEVICE", "cpu", "MODEL.WEIGHTS", "", "MODEL.ROI_HEADS.NUM_CLASSES", 1, *job.opts]
     if not job.config:
-        keys = [] if technique is None else FOR_MASK_RCNN
-        return load_cfg(CONFIG, [*common, *job.opts, *keys])
+        return load_cfg(CONFIG, opts + ([] if chunk_size is None else FOR_MASK_RCNN))
     sys.path.insert(0, str(PROJECT))
     from d2_transformers import add_transformers_config
 
-    keys = [] if technique is None else [*CHUNKED_CRITERION, technique]
+    opts += ["TRANSFORMERS.RESOLUTION", size]
+    opts += [] if chunk_size is None else [*CHUNKED_CRITERION, chunk_size]
     file = PROJECT / "configs" / f"{job.config}.yaml"
-    return load_cfg(str(file), [*common, *job.opts, *keys], [add_transformers_config])
+    return load_cfg(str(file), opts, [add_transformers_config])
 
 
 def batches(cfg: CfgNode, folder: Path, size: int) -> Iterator[list[dict[str, Any]]]:
@@ -113,46 +120,43 @@ def train(
     output_dir: str,
     chunk_size: int,
     iterations: int,
+    budget_gb: Optional[float] = None,
     size: Optional[int] = None,
 ) -> dict[str, Any]:
     """Train one side; save its weights to OUTPUT_DIR/SIDE.pth.
+
+    The first iteration is before the limit and the clock: it makes one-time allocations and, in
+    d2_memfit, tests what the losses are divided by.
 
     Args:
         side: "enough memory" and "Detectron2" are Detectron2's trainer, without and with the limit.
             "split" recovers; "technique" uses the techniques and recovers.
         folder: of the crowded dataset.
-        size: in place of the job's.
+        budget_gb: limit of the process's private memory.
+        size: height and width of images in place of the job's.
     """
     return_large_blocks()
     job = JOBS[name]
     size = size or job.size
     torch.manual_seed(0)
-    cfg = config_of(job, chunk_size if side == "technique" else None)
-    if job.config:
-        cfg.TRANSFORMERS.RESOLUTION = size
+    cfg = config_of(job, size, chunk_size if side == "technique" else None)
     model = apply_techniques("model", build_model(cfg), cfg, announce=False)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     trained = [p for p in model.parameters() if p.requires_grad]
     # AdamW would make steps of its full rate out of rounding.
     optimizer = torch.optim.SGD(trained, lr=1e-4, momentum=0.9)
-    # One-time allocations of the process come before the limit.
-    SimpleTrainer(model, batches(cfg, Path(folder), size), optimizer).train(0, 1)
-    optimizer.zero_grad(set_to_none=True)
-    budget_gb = process_memory().data_bytes / GB + job.extra_gb
+    loader = batches(cfg, Path(folder), size)
     record = Path(output_dir) / side
     record.mkdir(parents=True)
-    loader = batches(cfg, Path(folder), size)
     if side in ("enough memory", "Detectron2"):
         trainer = SimpleTrainer(model, loader, optimizer)
     else:
         options = RecoveryOptions(output_dir=str(record))
         trainer = AccumulatingTrainer(model, loader, optimizer, recovery=options)
     ends = EndsOfIterations()
-    trainer.register_hooks([ends])
-    if side != "enough memory":
-        enforce_budget(budget_gb, "cpu")
+    begin = BeginsAfterFirst(budget_gb)
+    trainer.register_hooks([ends, begin])
     error = ""
-    start = time.process_time()
     with sampled_data_bytes() as samples:
         try:
             trainer.train(0, iterations)
@@ -160,22 +164,41 @@ def train(
             if not is_out_of_memory(e):
                 raise
             error = " ".join(str(e).split())[:200]
-    seconds = time.process_time() - start
-    if side != "enough memory":
-        enforce_budget(None, "cpu")
-    after = model.state_dict()
-    torch.save((before, after), Path(output_dir) / f"{side}.pth")
+    seconds = time.process_time() - begin.cpu_s
+    enforce_budget(None, "cpu")
+    torch.save((before, model.state_dict()), Path(output_dir) / f"{side}.pth")
     events = record / "memfit_oom.jsonl"
     return {
         "model": name,
         "machine": machine(),
+        "budget_gb": budget_gb,
+        "start_gb": begin.start_gb,
         "iterations": len(ends.ends),
         "seconds": seconds,
-        "peak_gb": max(num_bytes for _, num_bytes in samples) / GB,
-        "budget_gb": None if side == "enough memory" else budget_gb,
+        "peak_gb": max(size for now, size in samples if now > ends.ends[0]) / GB,
         "events": len(events.read_text().splitlines()) if events.exists() else 0,
         "error": error,
     }
+
+
+class BeginsAfterFirst(HookBase):
+    """Sets the limit after the first iteration.
+
+    Attributes:
+        start_gb: the process's private memory at that time, without gradients.
+        cpu_s: the process's CPU time at that time.
+    """
+
+    def __init__(self, budget_gb: Optional[float]) -> None:
+        self._budget_gb = budget_gb
+
+    def after_step(self) -> None:
+        if self.trainer.iter == 0:
+            self.trainer.optimizer.zero_grad(set_to_none=True)
+            self.start_gb = process_memory().data_bytes / GB
+            enforce_budget(self._budget_gb, "cpu")
+            torch.manual_seed(1)
+            self.cpu_s = time.process_time()
 
 
 def difference(output_dir: Path, side: str) -> float:
