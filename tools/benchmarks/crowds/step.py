@@ -38,7 +38,7 @@ from ..common import CONFIG, machine
 OBJECTS = (20, 100, 500, 1000, 2000)
 NUM_CLASSES = 80
 NUM_POINTS = 12544  # at which masks are compared, in Mask2Former and its descendants
-LONG_S = 30.0  # after this time there is no further round
+LONG_S = 20.0  # after this time there is no further round
 CHUNKED_CRITERION = ["MEMFIT.CRITERION.CHUNK_SIZE"]
 FOR_MASK_RCNN = [
     *("MEMFIT.HEADS.SHARED_BITMASKS", True, "MEMFIT.HEADS.CHUNK_SIZE", 32),

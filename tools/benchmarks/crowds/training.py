@@ -61,7 +61,12 @@ VIT = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "nu
 JOBS = {
     # PIXEL_STD keeps activations of random weights small.
     "Mask R-CNN R50-FPN": Job(
-        "", ["INPUT.MASK_FORMAT", "bitmask", "MODEL.PIXEL_STD", [300.0] * 3], 384, 1.2
+        "",
+        [
+            *("INPUT.MASK_FORMAT", "bitmask", "MODEL.PIXEL_STD", [300.0] * 3),
+            *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 128),
+        ],
+        *(384, 1.2),
     ),
     "small Mask2Former": Job(
         "mask2former_swin_tiny",
