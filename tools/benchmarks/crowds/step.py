@@ -111,10 +111,10 @@ def mask_transformer(
 
 
 def mask2former(num_objects: int, size: Optional[int], projects: Optional[Path]) -> Job:
-    from transformers import Mask2FormerConfig
+    from transformers import AutoConfig
     from transformers.models.mask2former.modeling_mask2former import Mask2FormerLoss
 
-    config = Mask2FormerConfig(num_labels=NUM_CLASSES)
+    config: Any = AutoConfig.for_model("mask2former", num_labels=NUM_CLASSES)
     return mask_transformer(partial(Mask2FormerLoss, config, {}), num_objects, size or 1024)
 
 
@@ -131,10 +131,11 @@ def maskformer(num_objects: int, size: Optional[int], projects: Optional[Path]) 
 
 
 def eomt(num_objects: int, size: Optional[int], projects: Optional[Path]) -> Job:
-    from transformers import EomtConfig
+    from transformers import AutoConfig
     from transformers.models.eomt.modeling_eomt import EomtLoss
 
-    make = partial(EomtLoss, EomtConfig(num_labels=NUM_CLASSES), {})
+    config: Any = AutoConfig.for_model("eomt", num_labels=NUM_CLASSES)
+    make = partial(EomtLoss, config, {})
     return mask_transformer(make, num_objects, size or 640, num_queries=200)
 
 
