@@ -5,6 +5,7 @@
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
 tools/benchmark.py certificate     certified windows against what they really need
 tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
+tools/benchmark.py crowds           memory, time and results by the number of objects in an image
 tools/benchmark.py denoising        denoising queries of crowded images, with and without a limit
 tools/benchmark.py dry_runs         time and RAM of dry runs
 tools/benchmark.py edges            plans in budgets that are just too small, run under a limit
@@ -29,6 +30,7 @@ BENCHMARKS = (
     "accumulation",
     "certificate",
     "crowded",
+    "crowds",
     "denoising",
     "dry_runs",
     "edges",

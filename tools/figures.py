@@ -55,6 +55,10 @@ FIGURES = (
     quick(("docs/HOW_IT_WORKS.md",), "tools/make_map.py"),
     quick(("docs/MACHINES.md",), "tools/make_gpu_page.py"),
     quick(("docs/crowded.png",), "tools/benchmark.py crowded --draw"),
+    quick(
+        ("docs/crowds.png", "docs/TECHNIQUES.md", "docs/RECOVERY.md"),
+        "tools/benchmark.py crowds --draw",
+    ),
     quick(("docs/BENCHMARK.md", "README.md"), "tools/benchmark.py peers --report"),
     Figure(
         ("docs/TECHNIQUES.md", "docs/knobs.png", "docs/OUT_OF_MEMORY.md"),
@@ -74,6 +78,11 @@ FIGURES = (
         ("docs/crowded.jsonl",),
         "tools/benchmark.py crowded",
         ("d2_memfit/engine", "d2_memfit/iteration"),
+    ),
+    Figure(
+        ("docs/crowds.jsonl",),
+        "tools/benchmark.py crowds",
+        ("tools/benchmarks/crowds", "d2_memfit/techniques", "d2_memfit/engine"),
     ),
     Figure(
         ("docs/benchmark.jsonl",),
