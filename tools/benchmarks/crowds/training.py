@@ -74,13 +74,13 @@ JOBS = {
             "TRANSFORMERS.OPTIONS",
             [["backbone_config", SWIN], ["encoder_layers", 2], ["decoder_layers", 4]],
         ],
-        *(384, 1.6),
+        *(320, 1.6),
     ),
     "small RF-DETR with masks": Job(
         "rf_detr_seg_coins", ["TRANSFORMERS.NUM_QUERIES", 100], 320, 1.2
     ),
     "small EoMT": Job(
-        "eomt_large", ["TRANSFORMERS.OPTIONS", [list(x) for x in VIT.items()]], 320, 1.2
+        "eomt_large", ["TRANSFORMERS.OPTIONS", [list(x) for x in VIT.items()]], 320, 1.6
     ),
 }
 
