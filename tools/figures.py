@@ -112,6 +112,7 @@ FIGURES = (
     copied("docs/HOW_ACCURATE.md", "tools/benchmark.py zoo", "d2_memfit/planner"),
     copied("docs/RECOVERY.md", "tools/benchmark.py recovery", "d2_memfit/engine"),
     copied("docs/RELIABILITY.md", "tools/benchmark.py edges", "d2_memfit/planner"),
+    copied("docs/TECHNIQUES.md", "tools/benchmark.py denoising", "d2_memfit/techniques"),
     copied("docs/TECHNIQUES.md", "tools/benchmark.py techniques", "d2_memfit/techniques"),
     Figure(("docs/how_it_works.svg", "docs/transaction.svg"), ""),
 )

@@ -44,7 +44,7 @@ class DenoisingQueries(PositiveIntTechnique):
     of them. Their losses are weighted to count for all of its objects. The queries of a group see
     each other, so their predictions differ a little. All objects are matched, as before.
 
-    Source: Zhang et al., "DINO", arXiv:2203.03605; github.com/Peterande/D-FINE/issues/157
+    Source: Zhang et al., "DINO", arXiv:2203.03605, whose queries are for all objects.
     """
 
     tier = "recipe"
