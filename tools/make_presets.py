@@ -126,7 +126,7 @@ def guide_preset(name: str) -> str:
     if micro_batch < batch:
         settings["MEMFIT.MICRO_BATCH"] = micro_batch
     if "seg" in model:
-        settings["MEMFIT.CRITERION.CHUNK_SIZE"] = 128
+        settings["MEMFIT.CRITERION.CHUNK_SIZE"] = 32
     job = transformers_job(model, [part for pair in settings.items() for part in pair])
     plan = Planner(job, DeviceModel.load("cuda")).plan(budget_of_preset(card), ["exact"])
     if not plan.fits:

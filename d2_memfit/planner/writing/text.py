@@ -61,8 +61,8 @@ def describe_batch(estimate: MemoryEstimate) -> list[str]:
         *(f"Assumed: {line}" for line in e.assumptions),
         *(f"At least: {line}" for line in e.at_least),
     ]
-    objects = e.objects_that_fit
-    return [*lines, *_range(e), *([describe_objects(objects)] if objects else [])]
+    fitting = e.objects_that_fit
+    return [*lines, *_range(e), *([describe_objects(fitting)] if fitting else [])]
 
 
 def describe_objects(objects: ObjectsThatFit) -> str:

@@ -294,7 +294,7 @@ def pack_masks(masks: torch.Tensor) -> torch.Tensor:
     for part in _parts(num, 8 * bits.shape[1]):
         flat = masks[part].flatten(1)
         binary = flat.bool()
-        if flat.dtype is not torch.bool and not torch.equal(binary.to(flat.dtype), flat):
+        if flat.dtype is not torch.bool and not torch.equal(flat == 1, binary):
             return masks
         padded = F.pad(binary, (0, -flat.shape[1] % 8)).contiguous()
         bits[part] = (padded.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
