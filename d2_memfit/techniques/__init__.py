@@ -5,6 +5,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from .activation_checkpointing import *
+from .adapters import *
 from .chunked_matching import *
 from .evaluation_on_host import *
 from .host_budget import *

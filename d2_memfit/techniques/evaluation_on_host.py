@@ -15,7 +15,7 @@ from ..common.patching import calls_function, knows_function, replaced_functions
 from ..errors import ConfigError
 from .registry import TECHNIQUES, BooleanTechnique
 from .support import add_mixin
-from .support.lazy_rows import LazyRows, RememberedRows, UpsamplesLater, WritesToLazyRows
+from .support.lazy_rows import LazyRows, LazyRowsChangeError, RememberedRows, UpsamplesLater
 
 __all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
 
@@ -67,7 +67,7 @@ class _EvaluatesOnHost(nn.Module):
                 try:
                     with UpsamplesLater(args[0] if args else None):
                         return super().__call__(*args, **kwargs)
-                except WritesToLazyRows as e:
+                except LazyRowsChangeError as e:
                     logger.warning("%s. All masks of an image are computed at once", e)
                     type(self).upsamples_later = False
             return super().__call__(*args, **kwargs)

@@ -104,6 +104,28 @@ def test_no_matrix_of_all_pairs_is_made_in_a_model(family):
     assert max(largest) <= 7
 
 
+class OwnMatcher(Matcher):
+    def __call__(self, quality):
+        return super().__call__(quality + quality.std())
+
+
+def test_a_matcher_of_a_project_s_own_class_gets_the_whole_matrix_and_is_named(log):
+    plain, model = (tiny_model(tiny_cfg("faster_rcnn")) for _ in range(2))
+    losses = []
+    for changed in (plain, model):
+        changed.proposal_generator.anchor_matcher.__class__ = OwnMatcher
+        apply(changed) if changed is model else None
+        torch.manual_seed(0)
+        with EventStorage():
+            losses.append(changed(images(2)))
+    assert losses[0] == losses[1]
+    assert "CHUNK_SIZE: the RPN matches all at once, because of its own OwnMatcher" in log.text
+    model = tiny_model(tiny_cfg("proposal_network"))
+    model.proposal_generator.anchor_matcher.__class__ = OwnMatcher
+    with pytest.raises(ConfigError, match="the model has no matching of Detectron2"):
+        apply(model)
+
+
 def test_detectron2_is_as_before_outside_of_the_model():
     original = rpn.pairwise_iou
     model = apply(tiny_model(tiny_cfg("proposal_network")))

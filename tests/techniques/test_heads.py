@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 import pytest
 import torch
+from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead, mask_rcnn_loss
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 
@@ -66,6 +67,20 @@ def test_a_head_with_batch_normalisation_is_an_error():
     cfg.MODEL.ROI_MASK_HEAD.NORM = "BN"
     with pytest.raises(ConfigError, match=r"MaskRCNNConvUpsampleHead has batch normalisation"):
         apply(tiny_model(cfg), 4)
+
+
+class OwnHead(MaskRCNNConvUpsampleHead):
+    def forward(self, x, instances):
+        for layer in self:
+            x = layer(x)
+        return mask_rcnn_loss(x, instances)
+
+
+def test_a_head_that_does_not_call_its_layers_is_an_error():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model.roi_heads.mask_head.__class__ = OwnHead
+    with pytest.raises(ConfigError, match=r"CHUNK_SIZE: the OwnHead has its own forward, without"):
+        apply(model, 4)
 
 
 @pytest.mark.parametrize("chunk_size", [0, -3, "all"])

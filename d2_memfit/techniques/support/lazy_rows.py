@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...compat.pytorch import make_wrapper, schema, tree_iter, tree_map, without_torch_function
 
-__all__ = ["LazyRows", "RememberedRows", "UpsamplesLater", "WritesToLazyRows"]
+__all__ = ["LazyRows", "LazyRowsChangeError", "RememberedRows", "UpsamplesLater"]
 
 aten = torch.ops.aten
 _CHUNK_BYTES = 2**26  # bytes of rows computed at a time; smaller tensors are computed as a whole
@@ -25,7 +25,7 @@ _VIEWS_OF_DIM = {aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, ate
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
 
-class WritesToLazyRows(RuntimeError):
+class LazyRowsChangeError(RuntimeError):
     """Code writes into rows that are computed on each access."""
 
 
@@ -110,7 +110,7 @@ class LazyRows(torch.Tensor):
         if result is not None:
             return result
         if schema(func).is_mutable and any(isinstance(a, LazyRows) for a in _written(func, args)):
-            raise WritesToLazyRows(
+            raise LazyRowsChangeError(
                 f"{func} writes into masks that are computed when they are needed. Set {lazy.key}"
             )
         try:

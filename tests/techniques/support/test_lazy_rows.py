@@ -10,7 +10,7 @@ from detectron2.structures import BitMasks, Instances
 
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques.support import lazy_rows
-from d2_memfit.techniques.support.lazy_rows import LazyRows, WritesToLazyRows
+from d2_memfit.techniques.support.lazy_rows import LazyRows, LazyRowsChangeError
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +110,7 @@ def test_no_row_is_fine():
 def test_writing_is_an_error():
     masks = upsample(LazyRows.from_tensor(X, 2))[0]
     for write in (masks.sigmoid_, masks[0].zero_, lambda: masks.add_(1)):
-        with pytest.raises(WritesToLazyRows, match=r"writes into masks that are computed when"):
+        with pytest.raises(LazyRowsChangeError, match=r"writes into masks that are computed when"):
             write()
     masks[0][None].clone()  # a copy can be written to
 

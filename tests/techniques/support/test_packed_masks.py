@@ -16,7 +16,7 @@ from d2_memfit.techniques.support import (
     sharing_padded_masks,
     with_packed_masks,
 )
-from d2_memfit.techniques.support.lazy_rows import WritesToLazyRows
+from d2_memfit.techniques.support.lazy_rows import LazyRowsChangeError
 
 SIZES = [(40, 60), (33, 17), (8, 8), (1, 5)]
 
@@ -172,9 +172,9 @@ def test_copies_and_pickles_have_the_masks():
 
 def test_writing_into_them_is_an_error():
     packed = pack_masks(masks())
-    with pytest.raises(WritesToLazyRows, match=r"writes into masks .* Set MEMFIT.CRITERION"):
+    with pytest.raises(LazyRowsChangeError, match=r"writes into masks .* Set MEMFIT.CRITERION"):
         packed[0] = True
-    with pytest.raises(WritesToLazyRows, match="writes into masks"):
+    with pytest.raises(LazyRowsChangeError, match="writes into masks"):
         packed.logical_not_()
 
 
@@ -198,3 +198,16 @@ def test_masks_of_a_batch_are_packed_and_nothing_else():
     assert with_packed_masks([image], "images")[0] is image
     assert with_packed_masks(image, "pixel_mask") is image
     assert with_packed_masks([None, "x"], "masks") == [None, "x"]
+
+
+def test_masks_of_8000_x_8000_pixels_are_sampled_and_cropped():
+    plain = torch.zeros(2, 8000, 8000, dtype=torch.bool)
+    plain[0, 100:7900, 50:4000] = True
+    plain[1, 7990:, 7990:] = True
+    packed = pack_masks(plain)
+    grid = torch.rand(2, 100, 1, 2) * 2 - 1
+    boxes = torch.tensor([[0.0, 0, 8000, 8000], [7980, 7980, 8000, 8000]])
+    expected = F.grid_sample(plain[:, None].float(), grid, align_corners=False)
+    assert torch.equal(F.grid_sample(packed[:, None].float(), grid, align_corners=False), expected)
+    crops = BitMasks(plain).crop_and_resize(boxes, 28)
+    assert torch.equal(BitMasks(packed).crop_and_resize(boxes, 28), crops)
