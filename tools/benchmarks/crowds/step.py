@@ -73,12 +73,12 @@ class Crowd(NamedTuple):
         return box_convert(self.boxes / self.masks.shape[-1], "xyxy", "cxcywh")
 
 
-def crowd(num_objects: int, size: int, dtype: torch.dtype = torch.bool) -> Crowd:
+def crowd(num_objects: int, size: int) -> Crowd:
     """Random rectangles of up to a third of an image with ``size`` x ``size`` pixels."""
     generator = torch.Generator().manual_seed(0)
     extent = torch.randint(size // 50 + 1, size // 3, (num_objects, 2), generator=generator)
     corner = (torch.rand(num_objects, 2, generator=generator) * (size - extent)).long()
-    masks = torch.zeros(num_objects, size, size, dtype=dtype)
+    masks = torch.zeros(num_objects, size, size, dtype=torch.bool)
     for mask, (x, y), (width, height) in zip(masks, corner.tolist(), extent.tolist()):
         mask[y : y + height, x : x + width] = 1
     labels = torch.randint(0, NUM_CLASSES, (num_objects,), generator=generator)
@@ -96,6 +96,19 @@ def predictions(num_queries: int, num_classes: int, size: int) -> dict[str, Tens
     return {name: value.requires_grad_() for name, value in made.items()}
 
 
+class OfBits(nn.Module):
+    """A criterion behind a model that makes numbers of masks, as projects/Transformers does."""
+
+    def __init__(self, criterion: nn.Module) -> None:
+        super().__init__()
+        self.criterion = criterion
+
+    def forward(
+        self, queries: Tensor, logits: Tensor, masks: list[Tensor], labels: list[Tensor]
+    ) -> Any:
+        return self.criterion(queries, logits, [m.float() for m in masks], labels)
+
+
 def mask_transformer(
     make: Callable[[], nn.Module],
     num_objects: int,
@@ -105,9 +118,12 @@ def mask_transformer(
     """A criterion of the transformers library that takes lists of masks and of classes."""
     made = predictions(num_queries, NUM_CLASSES + 1, size // 4)
     masks, logits = made["pred_masks"], made["pred_logits"]
-    # Numbers, as the library's image processors make them.
-    objects = crowd(num_objects, size, torch.float32)
-    return Job(make, lambda c: c(masks, logits, [objects.masks], [objects.labels]), [masks, logits])
+    objects = crowd(num_objects, size)
+    return Job(
+        lambda: OfBits(make()),
+        lambda c: c(masks, logits, [objects.masks], [objects.labels]),
+        [masks, logits],
+    )
 
 
 def mask2former(num_objects: int, size: Optional[int], projects: Optional[Path]) -> Job:
