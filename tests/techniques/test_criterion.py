@@ -126,7 +126,8 @@ def test_the_peak_with_300_queries_and_2000_objects_is_ten_times_smaller(kind, c
         with TensorMeter() as meter:
             sum(made(outputs, targets).values()).backward()
         peaks.append(meter.peak_bytes)
-    assert peaks[1] < peaks[0] / 10
+    bits = sum(t["masks"].numel() for t in targets) // 8 if kind == "masks" else 0
+    assert peaks[1] - bits < peaks[0] / 10
 
 
 class GroupMatcher(HungarianMatcher):

@@ -42,8 +42,8 @@ class LazyRows(torch.Tensor):
     Args:
         rows: called with numbers of rows [n], on the CPU; returns [n, *row]. Its method
             ``operator``, if it has one, is tried first: called with an operator, the tensor, and
-            the arguments, it returns a result or None. Sums, products and the like of such rows
-            get the complete tensor, so no gradient consists of rows.
+            the arguments, it returns a result or None. All other results of such rows are computed
+            at once, so no gradient consists of rows.
         numbers: the number of each row [*leading], on the CPU.
         like: a row on the device "meta" [1, *row].
         row_bytes: bytes of the largest tensor made for a row.
@@ -92,8 +92,10 @@ class LazyRows(torch.Tensor):
     def compute(self) -> torch.Tensor:
         """Compute the complete tensor."""
         num = self.numbers.numel()
-        result = torch.empty(num, *self.like.shape[1:], dtype=self.dtype, device=self.device)
         step = max(1, _CHUNK_BYTES // max(1, self.row_bytes))
+        if 0 < num <= step:
+            return self.at(torch.arange(num)).to(self.dtype).view(self.shape)
+        result = torch.empty(num, *self.like.shape[1:], dtype=self.dtype, device=self.device)
         for start in range(0, num, step):
             end = min(start + step, num)
             result[start:end] = self.at(torch.arange(start, end))
@@ -164,8 +166,6 @@ def _by_rows(func: Any, lazy: LazyRows, args: tuple[Any, ...], kwargs: dict[str,
     num_dims = lazy.dim()
     packet = func.overloadpacket
     if packet in _COPIES or _is_elementwise(func):
-        if hasattr(lazy.rows, "operator"):
-            raise _NeedsAllRows
         return _of_rows(lazy, func, args, kwargs)
     if args[0] is not lazy:
         raise _NeedsAllRows
@@ -259,7 +259,8 @@ def _of_rows(
     made = LazyRows(
         RememberedRows(rows) if remembers else rows, numbers, like, lazy.row_bytes, device
     )
-    return made.compute() if made.numel() * made.element_size() <= _CHUNK_BYTES else made
+    is_small = made.numel() * made.element_size() <= _CHUNK_BYTES
+    return made.compute() if is_small or hasattr(lazy.rows, "operator") else made
 
 
 def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[torch.Tensor], Any], Any]:

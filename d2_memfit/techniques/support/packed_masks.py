@@ -88,9 +88,14 @@ class PackedRows:
     def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
         """Some masks [len(numbers), height, width]."""
         height, width = self.like.shape[1:]
+        parts = list(self._by_store(numbers))
+        if [(s.height, s.width, len(rows)) for s, _, rows in parts] == [
+            (height, width, len(numbers))
+        ]:
+            return parts[0][0].masks(parts[0][2]).to(self.like.dtype)
         options: Any = {"dtype": self.like.dtype, "device": self.device}
         masks = torch.zeros(len(numbers), height, width, **options)
-        for store, positions, rows in self._by_store(numbers):
+        for store, positions, rows in parts:
             found = store.masks(rows)[:, :height, :width]
             masks[positions, : found.shape[1], : found.shape[2]] = found.to(masks.dtype)
         return masks
