@@ -138,11 +138,13 @@ def draw(lines: Sequence[Line], path: Path) -> None:
     )
     for axes in panels.flat[len(models) :]:
         axes.set_visible(False)
+    labels = ["plain", *unique(lines, "label")]
+    colors = dict(zip(labels, COLORS))
     for axes, model in zip(panels.flat, models):
-        for (side, found), color in zip(sides_of(lines, model).items(), COLORS):
+        for side, found in sides_of(lines, model).items():
             peaks = {num: peak(side, found[num]) for num in sorted(found)}
             fit = {num: size / GB for num, size in peaks.items() if size is not None}
-            axes.plot(list(fit), list(fit.values()), marker="o", color=color, label=side)
+            axes.plot(list(fit), list(fit.values()), marker="o", color=colors[side], label=side)
         axes.set_title(model, fontsize=10)
         axes.set_ylim(bottom=0)
     panels[0, 0].legend(fontsize=8)
