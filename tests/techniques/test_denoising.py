@@ -1,6 +1,5 @@
 # Copyright (c) the d2_memfit developers.
 import copy
-import logging
 import pickle
 from collections import Counter
 from functools import wraps
@@ -66,12 +65,11 @@ def is_equal(a, b):
 
 @EACH_KIND
 @pytest.mark.parametrize("counts", [(6, 3), (12,), (12, 0), (0, 0)])
-def test_up_to_the_limit_all_is_equal_to_the_last_bit(kind, counts, caplog):
-    caplog.set_level(logging.INFO, LOG)
+def test_up_to_the_limit_all_is_equal_to_the_last_bit(kind, counts, log):
     plain, bounded = made(kind), made(kind, limit=12)
-    caplog.clear()
+    log.clear()
     assert all(map(is_equal, step(plain, counts), step(bounded, counts)))
-    assert caplog.text == ""
+    assert log.text == ""
 
 
 def record_queries(monkeypatch, isolated=False):
@@ -266,12 +264,11 @@ def test_the_criterion_can_run_in_chunks_too():
     assert relative_difference(losses[1], losses[0]) < 1e-5
 
 
-def test_objects_without_queries_are_said_once(caplog):
-    caplog.set_level(logging.INFO, LOG)
+def test_objects_without_queries_are_said_once(log):
     model = made(limit=4)
     for counts in [(3,), (20, 9), (20, 9)]:
         step(model, counts)
-    start, first = (r.getMessage() for r in caplog.records if r.name == LOG)
+    start, first = (r.getMessage() for r in log.records if r.name == LOG)
     assert start.startswith("MEMFIT.CRITERION.DENOISING_QUERIES 4: if an image has more objects")
     assert "4 of the 20 objects of an image have denoising queries" in first
 
