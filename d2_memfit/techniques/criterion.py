@@ -3,13 +3,14 @@
 
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from inspect import signature, unwrap
+from inspect import BoundArguments, signature, unwrap
 from itertools import count
 from types import FunctionType
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from .support import (
     ReplacesInForward,
     add_mixin,
     chunks_of,
+    classes_of_criteria,
     device_of,
     is_targets,
     objects_per_image,
@@ -57,7 +59,6 @@ _SAMPLING = ("point_sample", "sample_point", "grid_sample")  # of points, instea
 # Functions that copy masks into zeros of the padded size.
 _PADDING = ("prepare_targets", "nested_tensor_from_tensor_list", "_pad_images_to_max_in_batch")
 
-_Call = Union["_MatcherCall", "_LossCall"]
 # A class, its method, and what it does: "matcher", "loss", "loss of points" or "padding".
 _Function = tuple[type, str, str]
 _Matrix = NDArray[Any]
@@ -107,7 +108,7 @@ class ObjectsOfCriterion(Adapter, ReplacesInForward):
     technique = "ChunkedCriterion"
     attribute = "objects_at_a_time"
     objects_at_a_time: int
-    functions: list[_Function]
+    functions_of_criteria: list[_Function]
     can_chunk: dict[str, bool]  # by function name, once tested
 
     @classmethod
@@ -118,7 +119,8 @@ class ObjectsOfCriterion(Adapter, ReplacesInForward):
     @classmethod
     def add_to(cls, module: nn.Module, value: Any) -> None:
         functions = list(_functions_of_criteria(module))
-        add_mixin(module, cls, objects_at_a_time=value, functions=functions, can_chunk={})
+        attributes = {"functions_of_criteria": functions, "can_chunk": {}}
+        add_mixin(module, cls, objects_at_a_time=value, **attributes)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.training:
@@ -136,10 +138,11 @@ class ObjectsOfCriterion(Adapter, ReplacesInForward):
             "loss": in_chunks(_LossCall),
             "padding": sharing_padded_masks,
         }
+        functions = self.functions_of_criteria
         groups: list[tuple[list[Any], dict[str, Any]]] = [
-            ([cls], {name: of_kind[kind]}) for cls, name, kind in self.functions if kind in of_kind
+            ([cls], {name: of_kind[kind]}) for cls, name, kind in functions if kind in of_kind
         ]
-        files = files_of_classes(base for cls, *_ in self.functions for base in cls.__mro__)
+        files = files_of_classes(base for cls, *_ in functions for base in cls.__mro__)
         of_files = {_SOLVER: solver.instead_of, **dict.fromkeys(_PADDING, sharing_padded_masks)}
         groups += [
             (files, {name: new}) for name, new in of_files.items() if knows_function(files, name)
@@ -148,16 +151,8 @@ class ObjectsOfCriterion(Adapter, ReplacesInForward):
 
 
 def _functions_of_criteria(model: nn.Module) -> Iterator[_Function]:
-    modules = list(model.modules())
-    names = [vars(file) for file in source_files(modules)]
-    # Models of the transformers library make their criterion in the function of their loss_type.
-    losses: list[Any] = [m.loss_function for m in modules if getattr(m, "loss_type", None)]
-    names += [unwrap(loss).__globals__ for loss in losses if isinstance(loss, FunctionType)]
-    known = [value for file in names for value in list(file.values()) if isinstance(value, type)]
-    classes = {base for cls in [*known, *map(type, modules)] for base in cls.__mro__}
-    for cls in sorted(classes, key=lambda cls: cls.__qualname__):
-        if not issubclass(cls, nn.Module):
-            continue
+    known = classes_of_criteria(model, source_files(model.modules()))
+    for cls in sorted(known, key=lambda cls: cls.__qualname__):
         if "forward" in vars(cls) and calls_function(cls, _SOLVER):
             yield cls, "forward", "matcher"
         for name, method in vars(cls).items():
@@ -180,12 +175,12 @@ def _is_loss_of_pairs(name: str, method: FunctionType) -> bool:
 def _in_chunks(
     chunk_size: int,
     can_chunk: dict[str, bool],
-    kind: Callable[..., _Call],
+    kind: Callable[..., "_Call"],
     function: Callable[..., Any],
 ) -> Callable[..., Any]:
     @wraps(function)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call = kind(function, module, args, kwargs)
+        call = kind(module, function, signature(function).bind(module, *args, **kwargs))
         size = chunk_size * call.pairs_per_object
         if call.num_per_image is not None and len(list(chunks_of(call.num_per_image, size))) == 1:
             return function(module, *args, **kwargs)
@@ -206,7 +201,7 @@ def _in_chunks(
     return run
 
 
-def _problem_of_chunks(call: _Call) -> Optional[str]:
+def _problem_of_chunks(call: "_Call") -> Optional[str]:
     """The problem with chunks, found with a few of the objects; None if results are the same."""
     if call.num_per_image is None:
         return "because its arguments have no targets of a known form"
@@ -241,201 +236,159 @@ def _are_close(a: Any, b: Any) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=_TOLERANCE * scale)
 
 
-class _MatcherCall:
-    """A call of a Hungarian matcher.
-
-    The matcher computes costs, queries x objects, and gives those of each image to
-    ``linear_sum_assignment``.
+class _Call:
+    """A call of a matcher or of a loss, that can run for a few objects at a time.
 
     Args:
-        solver: finds the pairs.
-        forward: called as ``forward(matcher, *args, **kwargs)``.
-        args, kwargs: predictions, and lists with the targets of each image.
+        module: the matcher, or the criterion.
+        function: its method.
+        bound: the method's arguments.
 
     Attributes:
-        num_per_image: numbers of objects in each image; None if the arguments do not tell.
-        device: device of the predictions.
-    """
-
-    pairs_per_object = 1
-
-    def __init__(
-        self,
-        solver: "_Solver",
-        forward: Callable[..., Any],
-        matcher: nn.Module,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> None:
-        self._solver = solver
-        self._forward = forward
-        self._matcher = matcher
-        self._args = args
-        self._kwargs = kwargs
-        self.device = device_of((args, kwargs))
-        targets = [value for value in (*args, *kwargs.values()) if is_targets(value)]
-        counts = [objects_per_image(target) for target in targets]
-        is_known = bool(counts) and all(count == counts[0] for count in counts)
-        self.num_per_image: Optional[list[int]] = counts[0] if is_known else None
-
-    def restricted_to(self, chosen: Sequence[slice]) -> "_MatcherCall":
-        """The call with only some objects of each image."""
-
-        def select(value: Any) -> Any:
-            return take_objects(value, chosen) if is_targets(value) else value
-
-        args = [select(value) for value in self._args]
-        kwargs = {name: select(value) for name, value in self._kwargs.items()}
-        return _MatcherCall(self._solver, self._forward, self._matcher, args, kwargs)
-
-    def run(self, chunk_size: int) -> tuple[Any, list[_Matrix]]:
-        """Match with costs computed in chunks.
-
-        Args:
-            chunk_size: objects whose costs are computed at a time.
-
-        Returns:
-            The matcher's result; and the matched matrices, with the numbers of pairs of each image.
-        """
-        assert self.num_per_image is not None
-        state = RandomState(self.device)
-        matrices = _Matrices()
-        chunks = list(chunks_of(self.num_per_image, chunk_size))
-        for chunk in chunks:
-            state.restore()  # all chunks compare masks at the same points
-            matrices.start_chunk(is_last=chunk is chunks[-1])
-            call = self.restricted_to(chunk)
-            with self._solver.gathering(matrices):
-                result = call._forward(call._matcher, *call._args, **call._kwargs)
-        return result, [*matrices.whole, np.array([len(queries) for queries, _ in result])]
-
-
-class _Solver:
-    """SciPy's ``linear_sum_assignment``, except while columns of a matrix are gathered."""
-
-    def __init__(self) -> None:
-        self._matrices: Optional[_Matrices] = None
-
-    def instead_of(self, solve: _Solve) -> _Solve:
-        def linear_sum_assignment(*args: Any, **kwargs: Any) -> Any:
-            solving = solve if self._matrices is None else self._matrices.gathering(solve)
-            return solving(*args, **kwargs)
-
-        return linear_sum_assignment
-
-    @contextmanager
-    def gathering(self, matrices: "_Matrices") -> Iterator[None]:
-        self._matrices = matrices
-        try:
-            yield
-        finally:
-            self._matrices = None
-
-
-class _Matrices:
-    """Gathers columns that are computed chunk by chunk, and matches complete matrices.
-
-    Attributes:
-        whole: the complete matrices, in the order in which the matcher uses them.
-    """
-
-    def __init__(self) -> None:
-        self.whole: list[_Matrix] = []
-        self._columns: list[list[_Matrix]] = []
-        self._is_last = False
-        self._position = 0
-
-    def start_chunk(self, is_last: bool) -> None:
-        """Gather the matrices of the next chunk."""
-        self._is_last = is_last
-        self._position = 0
-
-    def gathering(self, solve: _Solve) -> _Solve:
-        def linear_sum_assignment(cost_matrix: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._position == len(self._columns):
-                self._columns.append([])
-            columns = self._columns[self._position]
-            columns.append(np.array(cost_matrix))
-            self._position += 1
-            if not self._is_last:
-                num = min(columns[-1].shape)
-                return np.arange(num), np.arange(num)
-            self.whole.append(np.concatenate(columns, axis=1))
-            columns.clear()
-            return solve(self.whole[-1], *args, **kwargs)
-
-        return linear_sum_assignment
-
-
-class _LossCall:
-    """A call of a criterion's loss: (predictions, targets, indices, number of objects, ...).
-
-    Args:
-        loss: the criterion's method, called as ``loss(criterion, *args, **kwargs)``.
-        args: ``indices`` holds, for each image, the numbers of queries and of their objects.
-
-    Attributes:
-        num_per_image: numbers of pairs in each image; None if the arguments have another form.
+        num_per_image: numbers of objects, or pairs, in each image; None if the arguments do not
+            tell.
         pairs_per_object: more than one if groups of queries are each matched with all objects.
         device: device of the predictions.
     """
 
+    num_per_image: Optional[list[int]] = None
+    pairs_per_object = 1
+
     def __init__(
-        self,
-        loss: Callable[..., Any],
-        criterion: nn.Module,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        self, module: nn.Module, function: Callable[..., Any], bound: BoundArguments
     ) -> None:
-        self._loss = loss
-        self._criterion = criterion
-        bound = signature(loss).bind(criterion, *args, **kwargs)
-        self._arguments = list(bound.args[1:])
-        self._kwargs = bound.kwargs
-        self._position = list(signature(loss).parameters).index("indices") - 1
-        targets, self._indices = self._arguments[self._position - 1 : self._position + 1]
-        self.num_per_image: Optional[list[int]] = None
-        self.pairs_per_object = 1
-        objects = objects_per_image(targets) if is_targets(targets) else None
+        self.module, self.function, self.bound = module, function, bound
+        self.device = device_of(bound.arguments)
+
+    def __call__(self) -> Any:
+        return self.function(*self.bound.args, **self.bound.kwargs)
+
+    def changed(self, **arguments: Any) -> BoundArguments:
+        """The arguments, with others in place of some."""
+        all_arguments = OrderedDict({**self.bound.arguments, **arguments})
+        return BoundArguments(self.bound.signature, all_arguments)
+
+    def restricted_to(self, chosen: Sequence[slice]) -> "_Call":
+        """The call with only some objects, or pairs, of each image."""
+        raise NotImplementedError
+
+    def run(self, chunk_size: int) -> tuple[Any, list[Any]]:
+        """Compute the result in chunks.
+
+        Args:
+            chunk_size: objects, or pairs, of a chunk.
+
+        Returns:
+            The result; and the numbers on which it depends.
+        """
+        raise NotImplementedError
+
+
+class _MatcherCall(_Call):
+    """A call of a Hungarian matcher, which gives costs, queries x objects, to SciPy.
+
+    Args:
+        solver: what the matcher calls by this name.
+    """
+
+    def __init__(self, solver: "_Solver", *args: Any) -> None:
+        super().__init__(*args)
+        self._solver = solver
+        self._targets = {n: v for n, v in self.bound.arguments.items() if is_targets(v)}
+        counts = [objects_per_image(targets) for targets in self._targets.values()]
+        if counts and all(count == counts[0] for count in counts):
+            self.num_per_image = counts[0]
+
+    def restricted_to(self, chosen: Sequence[slice]) -> _Call:
+        bound = self.changed(**{n: take_objects(v, chosen) for n, v in self._targets.items()})
+        return _MatcherCall(self._solver, self.module, self.function, bound)
+
+    def run(self, chunk_size: int) -> tuple[Any, list[_Matrix]]:
+        assert self.num_per_image is not None
+        state = RandomState(self.device)
+        chunks = list(chunks_of(self.num_per_image, chunk_size))
+        with self._solver.gathering(len(chunks)) as columns:
+            for chunk in chunks:
+                state.restore()  # all chunks compare masks at the same points
+                columns.append([])
+                result = self.restricted_to(chunk)()
+        num_pairs = np.array([len(queries) for queries, _ in result])
+        return result, [*map(_joined, zip(*columns)), num_pairs]
+
+
+class _Solver:
+    """SciPy's ``linear_sum_assignment``, except while columns of matrices are gathered.
+
+    Attributes:
+        columns: for each chunk, the parts of all matrices, in the order in which the matcher uses
+            them.
+    """
+
+    def __init__(self) -> None:
+        self.columns: list[list[_Matrix]] = []
+        self._num_chunks = 0
+
+    @contextmanager
+    def gathering(self, num_chunks: int) -> Iterator[list[list[_Matrix]]]:
+        """While open, matrices are complete in the last chunk; in the others nothing is matched."""
+        self._num_chunks, self.columns = num_chunks, []
+        try:
+            yield self.columns
+        finally:
+            self._num_chunks, self.columns = 0, []
+
+    def instead_of(self, solve: _Solve) -> _Solve:
+        def linear_sum_assignment(cost_matrix: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._num_chunks:
+                self.columns[-1].append(np.array(cost_matrix))
+                if len(self.columns) < self._num_chunks:
+                    return 2 * (np.arange(min(cost_matrix.shape)),)
+                position = len(self.columns[-1]) - 1
+                cost_matrix = _joined([parts[position] for parts in self.columns])
+            return solve(cost_matrix, *args, **kwargs)
+
+        return linear_sum_assignment
+
+
+def _joined(columns: Sequence[_Matrix]) -> _Matrix:
+    return np.concatenate(columns, axis=1)
+
+
+class _LossCall(_Call):
+    """A criterion's loss of predictions, targets, and ``indices``: of queries and their objects."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        names = list(self.bound.signature.parameters)
+        self._name = names[names.index("indices") - 1]
+        arguments: Any = self.bound.arguments  # of any values
+        self._targets, self._indices = arguments[self._name], arguments.get("indices")
+        objects = objects_per_image(self._targets) if is_targets(self._targets) else None
         if objects and _are_pairs(self._indices):
             self.num_per_image = [len(queries) for queries, _ in self._indices]
             self.pairs_per_object = max(1, *map(_ratio, self.num_per_image, objects))
-        self.device = device_of(self._arguments)
 
-    def restricted_to(self, chosen: Sequence[slice]) -> "_LossCall":
-        """The call with only some pairs of each image, and their objects."""
-        arguments = list(self._arguments)
+    def restricted_to(self, chosen: Sequence[slice]) -> _Call:
         pairs = [(q[part], o[part]) for (q, o), part in zip(self._indices, chosen)]
-        targets = arguments[self._position - 1]
-        arguments[self._position - 1] = take_objects(targets, [objects for _, objects in pairs])
-        arguments[self._position] = [(q, torch.arange(len(o), device=o.device)) for q, o in pairs]
-        return _LossCall(self._loss, self._criterion, arguments, self._kwargs)
+        targets = take_objects(self._targets, [objects for _, objects in pairs])
+        indices = [(q, torch.arange(len(o), device=o.device)) for q, o in pairs]
+        bound = self.changed(**{self._name: targets, "indices": indices})
+        return _LossCall(self.module, self.function, bound)
 
     def run(self, chunk_size: int) -> tuple[Any, list[torch.Tensor]]:
-        """Compute the loss in chunks.
-
-        Args:
-            chunk_size: pairs whose losses are computed at a time, and again in the backward.
-
-        Returns:
-            The result of the loss, and the values in it.
-        """
         assert self.num_per_image is not None
+        arguments = self.bound.arguments.values()
         results = []
         for chunk in chunks_of(self.num_per_image, chunk_size):
             run = partial(self._run_chunk, chunk)
-            if torch.is_grad_enabled():
-                # Mask2Former's losses are TorchScript, which cannot be stopped half-way.
-                with set_checkpoint_early_stop(False):
-                    results.append(recompute_in_backward(self._criterion, run, *self._arguments))
-            else:
-                results.append(run())
+            # Mask2Former's losses are TorchScript, which cannot be stopped half-way.
+            with set_checkpoint_early_stop(False):
+                results.append(recompute_in_backward(self.module, run, *arguments))
         total = _sum(results)
         return total, [torch.as_tensor(value).detach() for value in tree_iter(total)]
 
     def _run_chunk(self, chunk: Sequence[slice], *_: Any) -> Any:
-        call = self.restricted_to(chunk)
-        return call._loss(call._criterion, *call._arguments, **call._kwargs)
+        return self.restricted_to(chunk)()
 
 
 def _ratio(num_pairs: int, num_objects: int) -> int:

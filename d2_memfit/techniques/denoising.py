@@ -3,20 +3,25 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from inspect import signature, unwrap
-from types import FunctionType
+from inspect import signature
 from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
 from torch import nn
 
-from ..common.patching import Groups, calls_function, files_of_classes, replaced_together
+from ..common.patching import Groups, calls_function, files_of_classes
 from ..errors import ConfigError
 from .registry import TECHNIQUES, PositiveIntTechnique
-from .support import add_mixin, objects_per_image, take_objects
+from .support import (
+    ReplacesInForward,
+    add_mixin,
+    classes_of_criteria,
+    objects_per_image,
+    take_objects,
+)
 
 __all__ = ["DenoisingQueries"]
 
@@ -61,7 +66,7 @@ class DenoisingQueries(PositiveIntTechnique):
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        classes = list(_classes(model))
+        classes = classes_of_criteria(model)
         problem = _problem(model, classes)
         if problem is not None:
             raise ConfigError(f"{cls.key}: {problem}. Set it None")
@@ -71,20 +76,9 @@ class DenoisingQueries(PositiveIntTechnique):
             "each forward, with weighted losses. All objects are matched",
             *(cls.key, limit),
         )
-        add_mixin(model, _BoundsQueries, limit=limit, classes=classes, said=[])
+        of_mixin = {"denoising_limit": limit, "denoising_classes": classes, "denoising_said": []}
+        add_mixin(model, _BoundsQueries, **of_mixin)
         return model
-
-
-def _classes(model: nn.Module) -> Iterator[type]:
-    """The classes of a model and its criterion, and their bases."""
-    modules = list(model.modules())
-    known: list[Any] = [type(module) for module in modules]
-    # Models of the transformers library make their criterion in the function of their loss_type.
-    losses: list[Any] = [m.loss_function for m in modules if getattr(m, "loss_type", None)]
-    for loss in losses:
-        known += unwrap(loss).__globals__.values() if isinstance(loss, FunctionType) else ()
-    bases = (base for cls in known if isinstance(cls, type) for base in cls.__mro__)
-    yield from dict.fromkeys(base for base in bases if issubclass(base, nn.Module))
 
 
 def _problem(model: nn.Module, classes: Sequence[type]) -> Optional[str]:
@@ -107,29 +101,24 @@ def _problem(model: nn.Module, classes: Sequence[type]) -> Optional[str]:
     return None
 
 
-class _BoundsQueries(nn.Module):
-    limit: int
-    classes: list[type]
-    said: list[str]
+class _BoundsQueries(ReplacesInForward):
+    denoising_limit: int
+    denoising_classes: list[type]
+    denoising_said: list[str]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # ReplacesInForward would hide what ChunkedCriterion replaces in the same module.
-        with replaced_together(self.replaced_makers_and_losses()):
-            return super().forward(*args, **kwargs)
-
-    def replaced_makers_and_losses(self) -> Groups:
-        makes = partial(_for_chosen_objects, self.limit, self.said)
+    def replaced(self) -> Groups:
+        makes = partial(_for_chosen_objects, self.denoising_limit, self.denoising_said)
         of_classes: dict[str, Callable[[Any], Any]] = {
             _MAKES_OF_DINO: makes,
             _LOSSES_OF_DINO: _losses_of_chosen,
             _PAIRS: _pairs_of_chosen,
             "get_loss": _weighted,
         }
-        callers = [cls for cls in self.classes if calls_function(cls, _MAKES)]
+        callers = [cls for cls in self.denoising_classes if calls_function(cls, _MAKES)]
         groups: list[Any] = [
             ([file], {_MAKES: makes}) for file in files_of_classes(callers) if hasattr(file, _MAKES)
         ]
-        for cls in self.classes:
+        for cls in self.denoising_classes:
             groups.append(([cls], {n: new for n, new in of_classes.items() if n in vars(cls)}))
         return groups
 

@@ -6,20 +6,24 @@ from contextlib import AbstractContextManager
 from typing import Any, Callable, Optional
 
 import torch
+import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.layers import paste_masks_in_image
 from detectron2.structures import Boxes, Instances
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..common.patching import calls_function, knows_function, replaced_functions, source_files
 from ..errors import ConfigError
 from .registry import TECHNIQUES, BooleanTechnique
 from .support import add_mixin
-from .support.lazy_rows import LazyRows, LazyRowsChangeError, RememberedRows, UpsamplesLater
+from .support.lazy_rows import LazyRows, LazyRowsChangeError, RememberedRows
 
 __all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
 
 logger = logging.getLogger(__name__)
+
+_interpolate = F.interpolate  # a dry run replaces the function
 
 # Functions of Detectron2 that resize results to the image.
 _POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
@@ -65,12 +69,48 @@ class _EvaluatesOnHost(nn.Module):
         with results_on_host(self, _detector_postprocess_lazily):
             if self.upsamples_later:
                 try:
-                    with UpsamplesLater(args[0] if args else None):
+                    with _UpsamplesLater(args[0] if args else None):
                         return super().__call__(*args, **kwargs)
                 except LazyRowsChangeError as e:
                     logger.warning("%s. All masks of an image are computed at once", e)
                     type(self).upsamples_later = False
             return super().__call__(*args, **kwargs)
+
+
+class _UpsamplesLater(TorchFunctionMode):
+    """While open, ``F.interpolate`` returns :class:`LazyRows` for results of at least image size.
+
+    Examples are masks of queries and scores of classes.
+
+    Args:
+        batch: Detectron2's list of dicts with an image [3, height, width]. Other batches change
+            nothing.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        is_known = isinstance(batch, list) and all(_has_image(image) for image in batch)
+        sizes = [image["image"].shape[-2:] for image in batch] if is_known else []
+        self._least = [min(lengths) for lengths in zip(*sizes)]  # height and width
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _interpolate and self._least and args and _has_rows(args[0]):
+            like = func(torch.empty_like(args[0], device="meta"), *args[1:], **kwargs)
+            if all(a >= b for a, b in zip(like.shape[-2:], self._least)):
+                return func(LazyRows.from_tensor(args[0], 2), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def _has_image(image: Any) -> bool:
+    return isinstance(image, dict) and isinstance(image.get("image"), torch.Tensor)
+
+
+def _has_rows(x: Any) -> bool:
+    is_plain = type(x) is torch.Tensor and not (torch.is_grad_enabled() and x.requires_grad)
+    return is_plain and x.dim() == 4 and x.is_floating_point()
 
 
 def can_have_results_on_host(model: nn.Module) -> bool:

@@ -177,7 +177,7 @@ def test_each_object_has_the_same_chance(monkeypatch):
         for n in (9, 2, 5)
     ]
     torch.manual_seed(0)
-    with replaced_together(model.replaced_makers_and_losses()):
+    with replaced_together(model.replaced()):
         for _ in range(1000):
             getattr(file, MAKES)(targets, 1, 12, None, 10)
     for image, count, chance in ((0, 9, 3 / 9), (1, 2, 1), (2, 5, 3 / 5)):

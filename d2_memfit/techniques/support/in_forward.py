@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Functions that a model calls by name, replaced while one of its modules runs."""
 
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -14,13 +15,15 @@ class ReplacesInForward(nn.Module):
     """A mixin for :func:`add_mixin` that replaces functions during the module's forward.
 
     Models of Detectron2 and of projects call these functions by name. No argument, method or hook
-    would let them call others.
+    would let them call others. A module can have several such mixins.
     """
 
     def replaced(self) -> Groups:
         """What is replaced, as for :func:`~d2_memfit.common.patching.replaced_together`."""
-        raise NotImplementedError
+        return ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced_together(self.replaced()):
+        kinds = (cls for cls in type(self).__mro__ if issubclass(cls, ReplacesInForward))
+        groups = [cls.replaced(self) for cls in kinds if "replaced" in vars(cls)]
+        with replaced_together(chain.from_iterable(groups)):
             return super().forward(*args, **kwargs)

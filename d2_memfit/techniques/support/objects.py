@@ -1,17 +1,43 @@
 # Copyright (c) the d2_memfit developers.
-"""Selections of the objects in a DETR-like criterion's targets."""
+"""Criteria of DETR-like models, and selections of the objects in their targets."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from inspect import unwrap
+from types import FunctionType
 from typing import Any, Optional, Union
 
 import torch
+from torch import nn
 
 from ...compat.pytorch import tree_iter
 
-__all__ = ["chunks_of", "device_of", "is_targets", "objects_per_image", "take_objects"]
+__all__ = [
+    "chunks_of",
+    "classes_of_criteria",
+    "device_of",
+    "is_targets",
+    "objects_per_image",
+    "take_objects",
+]
 
 _LABELS = ("labels", "class_labels")  # DETR and its successors; the transformers library
+
+
+def classes_of_criteria(model: nn.Module, files: Iterable[Any] = ()) -> list[type[nn.Module]]:
+    """The classes of a model and of its criterion, with their bases.
+
+    Args:
+        files: with other classes that the model may use.
+    """
+    modules = list(model.modules())
+    names = [vars(file) for file in files]
+    # Models of the transformers library make their criterion in the function of their loss_type.
+    losses: list[Any] = [m.loss_function for m in modules if getattr(m, "loss_type", None)]
+    names += [unwrap(loss).__globals__ for loss in losses if isinstance(loss, FunctionType)]
+    known = [*map(type, modules), *(value for file in names for value in list(file.values()))]
+    bases = (base for cls in known if isinstance(cls, type) for base in cls.__mro__)
+    return [base for base in dict.fromkeys(bases) if issubclass(base, nn.Module)]
 
 
 def device_of(arguments: object) -> torch.device:
