@@ -1,7 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """Training on crowded images, a few objects at a time: of each family, as without."""
 
+import d2_transformers
 import pytest
+import resumed
 import torch
 from detectron2.utils.events import EventStorage
 from injection import InjectedTrainer, Injector, iterate, scripted, seed_all
@@ -85,6 +87,30 @@ def test_ranks_agree_and_have_the_weights_of_all_objects_at_once(family, two_ran
     (failed, sizes, _), _ = two_ranks.run(train, 2, family, True, "fp32", 600)
     (undisturbed, *_), _ = two_ranks.run(train, 2, family, True, "fp32", 0, sizes)
     assert_equal(failed, undisturbed)
+
+
+@pytest.mark.parametrize("family", ["mask2former", "rf_detr"])
+def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(family, coins, tmp_path):
+    class Trainer(d2_transformers.Trainer):
+        @classmethod
+        def test(cls, cfg, model, evaluators=None):
+            return {}
+
+    def run(folder, chunk_size, *parts):
+        cfg = tiny_transformers_cfg(family, has_masks=True)
+        cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
+        cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.SOLVER.MAX_ITER = 2, 2, 4
+        cfg.MEMFIT.CRITERION.CHUNK_SIZE = chunk_size
+        cfg.OUTPUT_DIR = str(tmp_path / folder)
+        return [resumed.train(cfg, *part, Trainer) for part in parts]
+
+    (plain,) = run("plain", None, (0, 4))
+    (straight,) = run("straight", 5, (0, 4))
+    first, second = run("resumed", 5, (0, 2), (2, 4))
+    assert first["images"] + second["images"] == straight["images"] == plain["images"]
+    assert first["losses"] + second["losses"] == straight["losses"]
+    assert_equal(second["weights"], straight["weights"])
+    assert straight["losses"] == pytest.approx(plain["losses"], rel=1e-3)
 
 
 def assert_equal(actual, expected):

@@ -117,7 +117,7 @@ def test_costs_and_matches_are_the_same_to_the_last_bit(counts, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "counts"), [("boxes", [2000]), ("boxes", [1000] * 2), ("masks", [2000])]
 )
-def test_the_peak_with_300_queries_and_2000_objects_is_ten_times_smaller(kind, counts):
+def test_the_peak_with_300_queries_and_2000_objects_is_ten_times_smaller_without_bits(kind, counts):
     outputs = random_outputs(len(counts), 300, size=32, num_layers=1)
     targets = random_targets(counts, size=128 if kind == "masks" else 1)
     peaks = []
