@@ -9,10 +9,10 @@ Peaks are counted byte by byte over all tensors, without predictions and annotat
 process's CPU time, as medians. A side that does not fit in the free memory has no figures.
 
 Training: each side has its own process. Its images are made of a photograph's objects, many times
-over. First, Detectron2's trainer trains with enough memory. Then it trains under the limit, and so
-does d2_memfit's with recovery, without and with the techniques. Time does not include the first
-iteration. Peaks are of the process's private
-memory, read every 2 ms. Weights are compared with those of the first run.
+over. First, Detectron2's trainer trains with enough memory. The limit is what it had at its start
+and three quarters of what it took since. Under the limit, it trains again, and so does d2_memfit's
+with recovery, without and with the techniques. Time does not include the first iteration. Peaks are
+of the process's private memory, read every 2 ms. Weights are compared with those of the first run.
 
 Writes lines to docs/crowds.jsonl. From these, it writes tables of docs/TECHNIQUES.md and
 docs/RECOVERY.md, and docs/crowds.png. Lines of another --label stay. So another version of
@@ -113,7 +113,8 @@ def sides_of(
                 "size": args.size,
             }
             line = {"side": side, **in_process("training", spec)}
-            budget_gb = budget_gb or line["start_gb"] + training.JOBS[name].extra_gb
+            grown_gb = line["peak_gb"] - line["start_gb"]
+            budget_gb = budget_gb or line["start_gb"] + training.ROOM * grown_gb
             is_complete = line["iterations"] == iterations
             gap = training.difference(Path(output_dir), side) if is_complete else None
             yield {**line, "difference": gap}

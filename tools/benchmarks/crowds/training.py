@@ -30,6 +30,7 @@ from .step import CHUNKED_CRITERION, FOR_MASK_RCNN
 
 PROJECT = Path(__file__).resolve().parents[3] / "projects" / "Transformers"
 SIDES = ("enough memory", "Detectron2", "split", "technique")
+ROOM = 0.75  # the limit's share of what training takes, beside what the process has at its start
 # Objects in the first image of each iteration. The second image has the first of these numbers.
 COUNTS = (20, 40, 60, 80, 100, 200, 300, 500, 1000, 1500)
 
@@ -41,13 +42,11 @@ class Job(NamedTuple):
         config: a config file; "" is Detectron2's Mask R-CNN R50-FPN.
         opts: alternating keys and values.
         size: height and width of the images.
-        extra_gb: room for training in addition to the process's memory after an iteration.
     """
 
     config: str
     opts: list[Any]
     size: int
-    extra_gb: float
 
 
 SWIN = {
@@ -66,7 +65,7 @@ JOBS = {
             *("INPUT.MASK_FORMAT", "bitmask", "MODEL.PIXEL_STD", [300.0] * 3),
             *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 128),
         ],
-        *(384, 1.2),
+        384,
     ),
     "small Mask2Former": Job(
         "mask2former_swin_tiny",
@@ -74,14 +73,10 @@ JOBS = {
             "TRANSFORMERS.OPTIONS",
             [["backbone_config", SWIN], ["encoder_layers", 2], ["decoder_layers", 4]],
         ],
-        *(320, 1.6),
+        320,
     ),
-    "small RF-DETR with masks": Job(
-        "rf_detr_seg_coins", ["TRANSFORMERS.NUM_QUERIES", 100], 320, 1.2
-    ),
-    "small EoMT": Job(
-        "eomt_large", ["TRANSFORMERS.OPTIONS", [list(x) for x in VIT.items()]], 320, 1.6
-    ),
+    "small RF-DETR with masks": Job("rf_detr_seg_coins", ["TRANSFORMERS.NUM_QUERIES", 100], 320),
+    "small EoMT": Job("eomt_large", ["TRANSFORMERS.OPTIONS", [list(x) for x in VIT.items()]], 320),
 }
 
 
