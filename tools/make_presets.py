@@ -60,8 +60,7 @@ MODELS_OF_TRANSFORMERS = (
 
 # Presets for the commands of a guide, projects/Transformers/README.md: config, --batch, --accum,
 # --multi_scale, and a micro-batch that fits. Those with masks have their criterion in chunks from
-# the start, which is exact and needs no transfers; images with more than 32 objects take longer. So
-# has that of the recipe for 4 GB.
+# the start, which is exact and needs no transfers. So has that of the recipe for 4 GB.
 GUIDE = {
     "rf_detr_seg_nano_4GB": ("rf_detr_seg_nano", 4, 4, 0, 1),
     "guide_detector_4GB": ("rf_detr_nano", 2, 4, 0, 2),
@@ -126,7 +125,7 @@ def guide_preset(name: str) -> str:
     if micro_batch < batch:
         settings["MEMFIT.MICRO_BATCH"] = micro_batch
     if "seg" in model:
-        settings["MEMFIT.CRITERION.CHUNK_SIZE"] = 32
+        settings["MEMFIT.CRITERION.CHUNK_SIZE"] = 512
     job = transformers_job(model, [part for pair in settings.items() for part in pair])
     plan = Planner(job, DeviceModel.load("cuda")).plan(budget_of_preset(card), ["exact"])
     if not plan.fits:

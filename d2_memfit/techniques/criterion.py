@@ -2,7 +2,6 @@
 """Criteria of DETR-like models, computed for a few objects at a time."""
 
 import logging
-import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -87,15 +86,19 @@ class ChunkedCriterion(AdapterTechnique, PositiveIntTechnique):
     """
 
     # Objects of the batch that a DETR-like's matcher and criterion handle at a time. The
-    # matcher computes costs, the criterion the losses of boxes and masks. None: all.
+    # matcher computes costs, the criterion the losses of matched boxes, and of masks of full
+    # size, for which 32 save more. None: all.
     key = "MEMFIT.CRITERION.CHUNK_SIZE"
     what = "Hungarian matching by SciPy's linear_sum_assignment"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         nodes = ("DETR", "MASK_FORMER", "MaskDINO", "SparseRCNN")
-        has_queries = "TRANSFORMERS" in cfg or any(node in cfg.MODEL for node in nodes)
-        return {"MEMFIT.CRITERION.CHUNK_SIZE": 128} if has_queries else {}
+        if "TRANSFORMERS" not in cfg and not any(node in cfg.MODEL for node in nodes):
+            return {}
+        # A pair of masks of full size is as large as hundreds of pairs of sampled ones.
+        mask_former = cfg.MODEL.get("MASK_FORMER", {"TRAIN_NUM_POINTS": 0})
+        return {cls.key: 512 if "TRAIN_NUM_POINTS" in mask_former else 32}
 
 
 @ADAPTERS.register()
@@ -181,8 +184,8 @@ def _in_chunks(
     @wraps(function)
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = kind(module, function, signature(function).bind(module, *args, **kwargs))
-        size = chunk_size * call.pairs_per_object
-        if call.num_per_image is not None and len(list(chunks_of(call.num_per_image, size))) == 1:
+        num_objects = sum(call.num_per_image or [])
+        if call.num_per_image is not None and num_objects <= chunk_size:
             return function(module, *args, **kwargs)
         name = f"{type(module).__qualname__}.{function.__name__}"
         if name not in can_chunk:
@@ -196,7 +199,7 @@ def _in_chunks(
                 )
         if call.num_per_image is None or not can_chunk[name]:
             return function(module, *args, **kwargs)
-        return call.run(size)[0]
+        return call.run(chunk_size)[0]
 
     return run
 
@@ -247,12 +250,10 @@ class _Call:
     Attributes:
         num_per_image: numbers of objects, or pairs, in each image; None if the arguments do not
             tell.
-        pairs_per_object: more than one if groups of queries are each matched with all objects.
         device: device of the predictions.
     """
 
     num_per_image: Optional[list[int]] = None
-    pairs_per_object = 1
 
     def __init__(
         self, module: nn.Module, function: Callable[..., Any], bound: BoundArguments
@@ -366,7 +367,6 @@ class _LossCall(_Call):
         objects = objects_per_image(self._targets) if is_targets(self._targets) else None
         if objects and _are_pairs(self._indices):
             self.num_per_image = [len(queries) for queries, _ in self._indices]
-            self.pairs_per_object = max(1, *map(_ratio, self.num_per_image, objects))
 
     def restricted_to(self, chosen: Sequence[slice]) -> _Call:
         pairs = [(q[part], o[part]) for (q, o), part in zip(self._indices, chosen)]
@@ -389,10 +389,6 @@ class _LossCall(_Call):
 
     def _run_chunk(self, chunk: Sequence[slice], *_: Any) -> Any:
         return self.restricted_to(chunk)()
-
-
-def _ratio(num_pairs: int, num_objects: int) -> int:
-    return math.ceil(num_pairs / max(num_objects, 1))
 
 
 def _are_pairs(indices: Any) -> bool:

@@ -98,7 +98,8 @@ class _UpsamplesLater(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _interpolate and self._least and args and _has_rows(args[0]):
-            like = func(torch.empty_like(args[0], device="meta"), *args[1:], **kwargs)
+            meta = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
+            like = func(meta, *args[1:], **kwargs)
             if all(a >= b for a, b in zip(like.shape[-2:], self._least)):
                 return func(LazyRows.from_tensor(args[0], 2), *args[1:], **kwargs)
         return func(*args, **kwargs)

@@ -148,8 +148,8 @@ def test_queries_in_groups_are_matched_the_same():
     assert relative_difference(found[1], expected[1]) < 1e-6
 
 
-@pytest.mark.parametrize(("num_objects", "pairs"), [(8, [16]), (30, [15] * 4)])
-def test_losses_of_groups_have_as_many_chunks_as_their_objects(num_objects, pairs):
+@pytest.mark.parametrize(("num_objects", "pairs"), [(4, [8]), (8, [8] * 2), (30, [7, 8] * 4)])
+def test_chunks_of_losses_have_the_pairs_of_all_groups(num_objects, pairs):
     calls = []
 
     class Counting(SetCriterion):

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("JSON", "FOLDER"),
         help="photographs of training, in COCO's format, in place of coins",
     )
-    parser.add_argument("--chunk-size", type=int, default=128, help="MEMFIT.CRITERION.CHUNK_SIZE")
+    parser.add_argument("--chunk-size", type=int, default=512, help="MEMFIT.CRITERION.CHUNK_SIZE")
     parser.add_argument("--memory-gb", type=float, help="limit of a process, if not what is free")
     parser.add_argument("--label", default="d2_memfit", help="name of this version in the tables")
     parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
