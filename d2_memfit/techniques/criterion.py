@@ -77,8 +77,8 @@ class ChunkedCriterion(AdapterTechnique, PositiveIntTechnique):
     - the matched boxes' intersections with each other, and matched masks of full size. These losses
       must be sums over objects
 
-    Costs nothing for masks and matching. Losses of boxes and of masks of full size are computed a
-    second time, in the backward, if there are more objects than in a chunk. Whether chunks give the
+    Costs nothing for points of masks, boxes and matching. Losses of masks of full size are computed
+    a second time, in the backward, if there are more pairs than in a chunk. Whether chunks give the
     same is tested with the first objects.
 
     Source: Carion et al., "End-to-End Object Detection with Transformers", arXiv:2005.12872, whose
@@ -377,13 +377,15 @@ class _LossCall(_Call):
 
     def run(self, chunk_size: int) -> tuple[Any, list[torch.Tensor]]:
         assert self.num_per_image is not None
-        arguments = self.bound.arguments.values()
+        recompute = partial(recompute_in_backward, self.module)
+        has_masks = "mask" in self.function.__name__  # of full size, or else it is left alone
         results = []
         for chunk in chunks_of(self.num_per_image, chunk_size):
             run = partial(self._run_chunk, chunk)
             # Mask2Former's losses are TorchScript, which cannot be stopped half-way.
             with set_checkpoint_early_stop(False):
-                results.append(recompute_in_backward(self.module, run, *arguments))
+                arguments = self.bound.arguments.values()
+                results.append(recompute(run, *arguments) if has_masks else run())
         total = _sum(results)
         return total, [torch.as_tensor(value).detach() for value in tree_iter(total)]
 
