@@ -66,7 +66,7 @@ def test_a_preset_for_the_guide_has_its_settings(name):
     assert 3 * multi_scale == cfg.TRANSFORMERS.MULTI_SCALE_STEPS
     assert cfg.TRANSFORMERS.RESOLUTION == base.TRANSFORMERS.RESOLUTION
     assert name.endswith(f"_{cfg.MEMFIT.PRESET}")
-    assert (cfg.MEMFIT.CRITERION.CHUNK_SIZE == 32) == cfg.MODEL.MASK_ON
+    assert (cfg.MEMFIT.CRITERION.CHUNK_SIZE == 512) == cfg.MODEL.MASK_ON
 
 
 @pytest.mark.exhaustive
