@@ -44,7 +44,8 @@ class _Store:
         digits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
         pixels_of_byte = digits.to(torch.uint8).view(torch.int64)[:, 0]  # 8 of them in a number
         masks = pixels_of_byte[self.bits[rows].int()].view(torch.bool)
-        return masks[:, : self.height * self.width].view(-1, self.height, self.width)
+        masks = masks[:, : self.height * self.width].contiguous()
+        return masks.view(-1, self.height, self.width)
 
     def at(self, rows: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Pixels [len(rows), P] at columns x and lines y [len(rows), P] of the masks, uint8."""

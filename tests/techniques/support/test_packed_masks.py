@@ -51,6 +51,10 @@ SHARED = {
 }
 COMPUTED = {
     "flat": lambda m: m.flatten(1),
+    "a view of all pixels": lambda m: m.view(-1),
+    "a selection of pixels": lambda m: torch.arange(m.numel()).view(m.shape)[m.bool()],
+    "products of all pairs": lambda m: torch.einsum("nhw,mhw->nm", m.float(), m.float()),
+    "turned": lambda m: m.permute(1, 2, 0),
     "sums": lambda m: m.float().sum((1, 2)),
     "products": lambda m: 2 * m.float() + m,
     "a crop": lambda m: m[:, 1:, :3],
