@@ -163,7 +163,7 @@ def train(
         except Exception as e:
             if not is_out_of_memory(e):
                 raise
-            error = " ".join(str(e).split())[:200]
+            error = " ".join(str(e).replace(f"{folder}/", "").split())[:200]
     seconds = time.process_time() - begin.cpu_s
     enforce_budget(None, "cpu")
     torch.save((before, model.state_dict()), Path(output_dir) / f"{side}.pth")
