@@ -21,8 +21,7 @@ __all__ = ["PackedRows", "pack_masks", "sharing_padded_masks", "with_packed_mask
 
 aten = torch.ops.aten
 _zeros = torch.zeros  # a dry run replaces the function
-_CHUNK_BYTES = 2**26  # bytes of numbers at a time, in few calls
-_CACHE_BYTES = 2**21  # the same on a processor, in whose caches they stay
+_CHUNK_BYTES = 2**22  # bytes of numbers at a time: more need more memory, fewer more calls
 _BYTES_OF_POINT = 64  # numbers for a sampled point: coordinates, indices, weights
 _PIXELS_OF_POINT = 32  # with fewer pixels a point, it takes less time to make numbers of a mask
 _GATHER = 0x0102040810204080  # times 8 bytes that are 0 or 1: their bits are in the highest byte
@@ -128,7 +127,7 @@ class PackedRows:
         height, width = self.like.shape[1:]
         values = grid.new_zeros(grid.shape[:2])
         are_same = len(grid) > 1 and bool((grid == grid[:1]).all())  # as in a matcher
-        for part in _parts(len(grid), grid.shape[1] * _BYTES_OF_POINT, self.device):
+        for part in _parts(len(grid), grid.shape[1] * _BYTES_OF_POINT):
             for store, positions, rows in self._by_store(numbers[part]):
                 x, y = (grid[:1] if are_same else grid[part][positions]).unbind(-1)
                 columns = _next_to(x, width, store.width, nearest)
@@ -152,7 +151,7 @@ class PackedRows:
         used, mask_of_roi = numbers[rois[:, 0].long().cpu()].unique(return_inverse=True)
         order = mask_of_roi.argsort()
         crops = []
-        for part in _parts(len(used), 2 * self.like.nbytes, self.device) or [slice(0, 0)]:
+        for part in _parts(len(used), 2 * self.like.nbytes) or [slice(0, 0)]:
             is_here = (mask_of_roi[order] >= part.start) & (mask_of_roi[order] < part.stop)
             here = order[is_here]
             boxes = rois[here.to(rois.device)]
@@ -202,7 +201,7 @@ class PackedRows:
         if is_usual and self.like.numel() > _PIXELS_OF_POINT * num_points:
             values = self.sample(numbers, grid.flatten(1, 2), nearest=mode == 1)
             return values.view(len(values), 1, *grid.shape[1:3])
-        parts = _parts(len(numbers), 2 * self.like.nbytes, self.device) or [slice(0, 0)]
+        parts = _parts(len(numbers), 2 * self.like.nbytes) or [slice(0, 0)]
         others = (mode, padding, aligned)
         return torch.cat([func(self(numbers[p])[:, None], grid[p], *others) for p in parts])
 
@@ -231,10 +230,9 @@ class PackedRows:
         return self.of_size(*size).tensor(numbers)
 
 
-def _parts(num: int, num_bytes: int, device: torch.device) -> list[slice]:
+def _parts(num: int, num_bytes: int) -> list[slice]:
     """Parts of a number of rows of this size, of about the bytes of a chunk."""
-    chunk_bytes = _CACHE_BYTES if device.type == "cpu" else _CHUNK_BYTES
-    step = max(1, chunk_bytes // max(1, num_bytes))
+    step = max(1, _CHUNK_BYTES // max(1, num_bytes))
     return [slice(i, min(i + step, num)) for i in range(0, num, step)]
 
 
@@ -285,7 +283,7 @@ def _copy(target: Any, source: Any) -> Optional[torch.Tensor]:
     if not _is_packed(target):
         if target.shape != source.shape or source.numbers.dim() != 1:
             return None
-        for part in _parts(len(target), 2 * source.like.nbytes, source.device):
+        for part in _parts(len(target), 2 * source.like.nbytes):
             target[part] = source.at(torch.arange(part.start, part.stop))
         return target
     source = pack_masks(source) if type(source) is torch.Tensor and source.dim() == 3 else source
@@ -299,7 +297,7 @@ def pack_masks(masks: torch.Tensor) -> torch.Tensor:
     """Masks [N, height, width] as bits; those of other numbers than 0 and 1 stay as they are."""
     num, height, width = masks.shape
     bits = masks.new_empty(num, (height * width + 7) // 8, dtype=torch.uint8)
-    for part in _parts(num, 8 * bits.shape[1], masks.device):
+    for part in _parts(num, 8 * bits.shape[1]):
         flat = masks[part].flatten(1)
         binary = flat.bool()
         if flat.dtype is not torch.bool and not torch.equal(flat == 1, binary):
