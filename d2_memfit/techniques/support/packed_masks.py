@@ -127,15 +127,22 @@ class PackedRows:
         height, width = self.like.shape[1:]
         values = grid.new_zeros(grid.shape[:2])
         are_same = len(grid) > 1 and bool((grid == grid[:1]).all())  # as in a matcher
-        for part in _parts(len(grid), grid.shape[1] * _BYTES_OF_POINT):
-            for store, positions, rows in self._by_store(numbers[part]):
-                x, y = (grid[:1] if are_same else grid[part][positions]).unbind(-1)
-                columns = _next_to(x, width, store.width, nearest)
-                lines = _next_to(y, height, store.height, nearest)
+
+        def pixels_at(points: torch.Tensor, store: _Store) -> Any:
+            x, y = points.unbind(-1)
+            lines = _next_to(y, height, store.height, nearest)
+            return list(product(lines, _next_to(x, width, store.width, nearest)))
+
+        for store, positions, rows in self._by_store(numbers):
+            shared = pixels_at(grid[:1], store) if are_same else None
+            for part in _parts(len(rows), grid.shape[1] * _BYTES_OF_POINT):
                 found: Any = 0
-                for (line, of_line), (column, of_column) in product(lines, columns):
-                    found = store.at(rows, column, line) * (of_line * of_column) + found
-                values[part][positions] = found
+                for (line, of_line), (column, of_column) in shared or pixels_at(
+                    grid[positions[part]], store
+                ):
+                    pixels = store.at(rows[part], column, line)
+                    found = pixels * (of_line * of_column) + found
+                values[positions[part]] = found
         return values
 
     def crop(
