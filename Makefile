@@ -1,7 +1,9 @@
 # make demo   trains a Mask R-CNN on photographs of coins, evaluates it, and draws what it found
 # make test   runs the test suite, in about 8 minutes on two cores
 # make quick  runs the part of it that needs half a minute
-# make long   runs what make test leaves out: real runs of many seconds each, in about 15 minutes
+# make guard  runs those real runs of many seconds that CI needs: endings, kills, resumes, recovery,
+#             dry runs and a user's first hour
+# make long   runs all real runs of many seconds, which are tried each night
 # make figures  remakes the figures of README.md and docs/, which takes hours;
 #             FIGURES= remakes the quick ones, and prints the age of the others
 # make docs   makes a site of the documentation, with Python 3.11 or later: open
@@ -20,7 +22,7 @@ FIGURES ?= --all
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test quick long exhaustive docs figures lint types venv
+.PHONY: demo test quick guard long exhaustive docs figures lint types venv
 
 PYTEST = "$(VENV)/bin/python" -m pytest -n $(PROCESSES) --dist worksteal
 
@@ -32,6 +34,12 @@ test: venv
 
 quick: venv
 	$(PYTEST) -m "not slow and not long and not exhaustive" $(PYTEST_ARGS)
+
+GUARD = tests/engine/attempts tests/engine/resuming $(wildcard tests/engine/test_*.py) \
+    tests/planner/dry_run tests/test_first_hour.py tests/tools/test_kills.py tests/tools/test_train_net.py
+
+guard: venv
+	$(PYTEST) -m "long and not exhaustive" $(GUARD) $(PYTEST_ARGS)
 
 long: venv
 	$(PYTEST) -m "long and not exhaustive" $(PYTEST_ARGS)

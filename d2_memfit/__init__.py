@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .planner.estimates import estimate_memory
     from .planner.search import plan_memory
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AccumulatingTrainer",

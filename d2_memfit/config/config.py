@@ -224,7 +224,10 @@ def _explained(cfg: CN, where: str = "") -> Iterator[None]:
 
 def _no_such_key(key: str, cfg: CN) -> str:
     known = sorted(set(keys_of(cfg)) - {key})
-    return f"there is no config key {key}{did_you_mean(key.upper(), known)}"
+    text = f"there is no config key {key}{did_you_mean(key.upper(), known)}"
+    if key.startswith("MEMFIT."):
+        text += ". If 0.2.0 had it, it left in 0.3.0: see CHANGELOG"
+    return text
 
 
 def _add_missing(cfg: CN, defaults: CN) -> None:
