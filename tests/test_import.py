@@ -22,7 +22,6 @@ EXTRAS = {  # with a module of each
     "8bit": "bitsandbytes",
     "lora": "peft",
     "onnx": "onnx",
-    "plot": "plotly",
     "smaller": "torch_pruning",
     "tiles": "rasterio",
     "transformers": "transformers",

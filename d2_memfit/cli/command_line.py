@@ -23,7 +23,6 @@ COMMANDS = {
     "certify": "predict the memory of each iteration of a planned run, and fix its data's order",
     "doctor": "test what works with a job, by small iterations on the CPU with injected errors",
     "convert": "convert a dataset of YOLO, Pascal VOC, Roboflow or COCO to COCO files",
-    "plot": "draw the memory of a run",
     "predict": "find objects in images and videos with a trained model",
     "export": "write a trained model as TorchScript or ONNX",
     "measure-gpu": "measure this machine's GPU, and compare it with what estimates expect",
@@ -116,14 +115,6 @@ def command_parser(
     )
     of_share = "hold out this share of the images for evaluation, such as 0.2, of all classes"
     convert.add_argument("--hold-out", type=float, metavar="SHARE", help=of_share)
-    plot = commands.add_parser("plot", help=COMMANDS["plot"])
-    plot.add_argument("run", type=Path, metavar="OUTPUT_DIR", help="the folder of the run")
-    plot.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="folder for memory.png and memory.html (default: OUTPUT_DIR)",
-    )
     predict = commands.add_parser("predict", help=COMMANDS["predict"])
     _add_predict_options(predict)
     export = commands.add_parser("export", help=COMMANDS["export"])
@@ -153,11 +144,6 @@ def _parser_of_asking() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_details_option(parser)
-    parser.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="compute the answer again. Otherwise it is kept, and shown again if nothing changed",
-    )
     parser.add_argument(
         "--training-only", action="store_true", help="leave out the memory of evaluation"
     )

@@ -7,15 +7,11 @@ fits.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Optional
-
-from detectron2.data import MetadataCatalog
-from omegaconf import DictConfig
 
 from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
@@ -25,7 +21,7 @@ from ..data import convert_dataset
 from ..doctor import answer_of_findings, examine
 from ..engine import world_size
 from ..engine.resuming import signals_end_at_once
-from ..errors import ConfigError, exit_on_error, printable
+from ..errors import ConfigError, exit_on_error
 from ..explain import (
     Explanation,
     Help,
@@ -40,7 +36,7 @@ from ..inference import estimate_inference
 from ..job import Job, find_function, load_lazy_config
 from ..measure.session import measure_gpu
 from ..memory import use_expandable_segments
-from ..planner.estimates import DryRuns, MemoryEstimate, objects_that_fit, run_dry
+from ..planner.estimates import objects_that_fit, run_dry
 from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
     answer_of_estimate,
@@ -53,8 +49,7 @@ from ..planner.writing import (
     page_of_plan,
     planned_yaml,
 )
-from ..report import read_run, write_html, write_page, write_png
-from ..settings import cfg_of_lazy
+from ..report import write_page
 from . import train
 from .answers import print_text, put_together
 from .command_line import command_parser, files_read
@@ -65,7 +60,6 @@ from .job_options import (
     job_of,
     load_any_config,
 )
-from .kept_answers import FILE, Reads, keep_answer, keep_dry_runs, known_dry_runs
 from .next_step import (
     after_a_look,
     after_certify,
@@ -73,7 +67,6 @@ from .next_step import (
     after_explain,
     after_no_plan,
     after_plan,
-    after_plot,
 )
 from .options import opts_of_budget
 from .screen import end_progress, say, show, show_progress
@@ -201,8 +194,7 @@ def _estimate(args: argparse.Namespace) -> None:
             text = json.dumps(asdict(inference), indent=2)
         show(text)
         return
-    runs = _dry_runs(args)
-    dry_job = run_dry(job, device, args.probe, not args.training_only, runs)
+    dry_job = run_dry(job, device, args.probe, not args.training_only)
     estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
     limit = dry_job.limit_bytes
     answer = answer_of_estimate(estimate)
@@ -216,7 +208,6 @@ def _estimate(args: argparse.Namespace) -> None:
     next_step = after_a_look(args)
     if args.html is not None:
         write_page(page_of_estimate(dry_job, text, next_step, say), args.html)
-    _keep(args, runs, estimate, estimate, text=text, details=details, next=next_step)
     _print(args, estimate, text, details, next_step)
 
 
@@ -227,7 +218,6 @@ def _plan(args: argparse.Namespace) -> None:
             "a plan needs a budget: --budget with a number of GB, such as 5.2, or auto for the "
             "free memory of this machine. For a card, give its memory: --card 6GB"
         )
-    runs = _dry_runs(args)
     plan = plan_memory(
         job,
         job.budget_gb,
@@ -238,7 +228,6 @@ def _plan(args: argparse.Namespace) -> None:
         evaluates=not args.training_only,
         cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
-        runs=runs,
         counts_objects=True,
     )
     text, details = _with_notes(args, answer_of_plan(plan), describe_plan(plan))
@@ -246,8 +235,7 @@ def _plan(args: argparse.Namespace) -> None:
     # Files first: who reads what is printed may end early.
     if args.html is not None:
         before, after = (
-            run_dry(j, device, evaluates=False, runs=runs)
-            for j in (job, job.with_settings(plan.settings))
+            run_dry(j, device, evaluates=False) for j in (job, job.with_settings(plan.settings))
         )
         write_page(page_of_plan(plan, before, after, text, next_step, say), args.html)
     if args.output is not None and plan.fits:
@@ -255,44 +243,14 @@ def _plan(args: argparse.Namespace) -> None:
         file_text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
         with output_file(args.output, "w") as file:
             file.write(file_text or planned_yaml(cfg, plan))
-    answer: dict[str, Any] = {"text": text, "details": details, "next": next_step}
-    answer["status"] = 0 if plan.fits else _DOES_NOT_FIT
-    if plan.fits:
-        named = [argparse.Namespace(**{**vars(args), "output": to}) for to in (None, FILE)]
-        answer.update(zip(("next", "next of file"), map(after_plan, named)))
-        answer["file"] = planned_yaml(cfg, plan)
-    _keep(args, runs, plan, plan.estimate, **answer)
     _print(args, plan, text, details, next_step)
     if not plan.fits:
         sys.exit(_DOES_NOT_FIT)
 
 
-def _dry_runs(args: argparse.Namespace) -> DryRuns:
-    return DryRuns(None if args.reads is None else known_dry_runs(args, args.reads))
-
-
-def _keep(
-    args: argparse.Namespace, runs: DryRuns, result: Any, estimate: MemoryEstimate, **answer: Any
-) -> None:
-    """Keep an answer about a GPU, and its dry runs, for the next command."""
-    if args.reads is None or estimate.expandable_segments is None or args.budget_is_measured:
-        return
-    datasets = (vars(MetadataCatalog.get(name)).values() for name in MetadataCatalog.list())
-    paths = [value for values in datasets for value in values if os.sep in str(value)]
-    # Also files that are not there yet.
-    paths += [args.config_file, *(path for _, *of_dataset in args.coco for path in of_dataset)]
-    kept = {"status": 0, "file": None, "json": json.dumps(asdict(result), indent=2), **answer}
-    for part in ("text", "details", "next"):
-        kept[part] = printable(kept[part], keeps="\n")
-    keep_answer(args, args.reads, [path for path in paths if isinstance(path, str)], kept)
-    keep_dry_runs(args, args.reads, runs.kept)
-
-
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of the commands estimate and plan."""
     cfg = load_any_config(args, _opts_of_budget(args), say)
-    memfit = cfg_of_lazy(cfg).MEMFIT if isinstance(cfg, DictConfig) else cfg.MEMFIT
-    args.budget_is_measured = memfit.BUDGET_GB == "auto"
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     return cfg, job_of(args, cfg), args.device or _device_of_card(args.card)
@@ -311,16 +269,6 @@ def _convert(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace) -> None:
     files = measure_gpu(args.device, args.minutes, args.output, say, args.estimate)
     show("\n".join(map(str, files)))
-
-
-def _plot(args: argparse.Namespace) -> None:
-    folder = args.output or args.run
-    picture, page = folder / "memory.png", folder / "memory.html"
-    check_outputs([picture, page])
-    run = read_run(str(args.run))
-    write_png(run, picture)
-    write_html(run, page)
-    show(f"Written: {picture}, {page}\n{after_plot(args.run)}")
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:
@@ -355,7 +303,6 @@ _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "export": export_model,
     "measure-gpu": _measure,
     "plan": _plan,
-    "plot": _plot,
     "predict": lambda args: predict_files(args, _opts_of_budget(args)),
     "train": train.run,
 }
@@ -363,15 +310,13 @@ _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
 
 @exit_on_error
 @signals_end_at_once()
-def main(argv: Optional[Sequence[str]] = None, reads: Optional[Reads] = None) -> None:
+def main(argv: Optional[Sequence[str]] = None) -> None:
     """Run a command.
 
     Args:
         argv: its arguments; None for those of the process.
-        reads: the files that the process has read. Without it, no answer is kept.
     """
     args = command_parser(train.argument_parser()).parse_args(argv)
-    args.reads = reads
     if args.command != "train" and world_size(1) > 1:
         raise ConfigError(f"{args.command} runs in one process: start it without torchrun")
     if args.command in ("certify", "estimate", "explain", "plan"):

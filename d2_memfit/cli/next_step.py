@@ -23,7 +23,6 @@ __all__ = [
     "after_export",
     "after_no_plan",
     "after_plan",
-    "after_plot",
     "after_predict",
     "after_training",
 ]
@@ -146,13 +145,6 @@ def after_export(file: Path) -> str:
         f"Next, load it: {loads}({str(file)!r})\n"
         "docs/PREDICT.md says what the model takes and returns"
     )
-
-
-def after_plot(run: Path) -> str:
-    """The line after the pictures of a run's memory."""
-    card = ["--card", "6GB", "--output", "plan.yaml"]
-    plan = _line("d2-memfit", "plan", "--config-file", run / "config.yaml", *card)
-    return f"Next, make it fit a card (add its data with --coco):\n  {plan}"
 
 
 def after_predict(args: argparse.Namespace, image: Path) -> str:

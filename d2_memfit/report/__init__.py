@@ -1,6 +1,4 @@
 # Copyright (c) the d2_memfit developers.
-"""Reports of runs and dry runs, as pictures and pages."""
+"""Reports of runs and dry runs, as pages."""
 
 from .page import *
-from .plots import *
-from .records import *

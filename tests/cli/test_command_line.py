@@ -12,7 +12,7 @@ from d2_memfit.cli.train import argument_parser
     [
         ("plan --bugdet=5", "unrecognized arguments: --bugdet=5 (did you mean --budget?)\n"),
         ("train --conf-file a.yaml", "--conf-file (did you mean --config-file?)\n"),
-        ("plot run --xyz", "unrecognized arguments: --xyz\n"),
+        ("doctor --xyz", "unrecognized arguments: --xyz\n"),
         (
             "train --trainer a:B",
             "--trainer. A project trains by its own script: docs/YOUR_PROJECT.md\n",

@@ -48,7 +48,6 @@ def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, ca
         ["predict", "--input", "photographs"],
         ["export", "--input", "photograph.jpg"],
         ["convert", "--input", "folder", "--output", "converted"],
-        ["plot", "output"],
         ["plan", "--card", "6GB"],
     ],
     ids=lambda command: command[0],

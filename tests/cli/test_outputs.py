@@ -105,13 +105,6 @@ ROWS = {
         SPECIAL.format("out/train.json"),
     ),
     "convert --input yolo --output tiny.yaml": ({}, "/tiny.yaml is not a folder that you may writ"),
-    # plot
-    "plot run": ({"run/memory.png": MINE}, NOT_OURS.format("run/memory.png")),
-    "plot run --output out": (
-        {"out": "/", "out/memory.html": MINE},
-        "out/memory.html exists, but ",
-    ),
-    "plot run --output val.json": ({}, "/val.json is not a folder that you may write to"),
     # predict
     f"{PREDICT} --input pictures --output .": (
         {"pictures": "/", "pictures/a.png": "= val/000.png"},
@@ -240,8 +233,6 @@ def users_files(coins, tmp_path_factory):
     for image in data["images"]:
         shutil.copy(coins / "val" / image["file_name"], folder / "val")
     save_trained(folder / "run")
-    line = {"iteration": 0, "memfit/allocated_gb": 1.0, "memfit/micro_batch": 1}
-    (folder / "run" / "metrics.json").write_text(json.dumps(line) + "\n")
     cfg = tiny_cfg("mask_rcnn")
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 2, 2
     (folder / "tiny.yaml").write_text(cfg.dump())
@@ -336,7 +327,6 @@ LONG = pytest.mark.long
     [
         (f"{PLAN} --training-only --allow exact --output p.yaml", 1, "p.yaml"),
         ("convert --input yolo --output out", 1, "out/train.json"),
-        ("plot run", 2, "run/memory.html"),
         (f"{PREDICT} --input val {FINDS_NOTHING}", 4, "predictions/pictures/001.png"),
         pytest.param(f"{ESTIMATE} --html page.html", 1, "page.html", marks=LONG),
         pytest.param(EXPORT, 1, "model.ts", marks=LONG),
@@ -404,7 +394,6 @@ def make_video(path, frames, code="mp4v", width=160):
         (f"{PREDICT} --input clip.mp4 --output found {FINDS_NOTHING}", "found/pictures/clip.mp4"),
         (f"{PREDICT} --input val --output found", "found/pictures/000.png"),
         (f"{PREDICT} --input small --output found", "found/coco_instances_results.json"),
-        ("plot run --output found", "found/memory.png"),
         pytest.param(f"{ESTIMATE} --html found/page.html", "found/page.html", marks=LONG),
         pytest.param(f"{EXPORT} --output found/model.ts", "found/model.ts", marks=LONG),
     ],

@@ -2,7 +2,6 @@
 """The memory of one job: its step run dry, and what that takes of a device."""
 
 from .dry_job import *
-from .dry_runs import *
 from .estimate import *
 from .from_runs import *
 from .objects import *

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """A job with dry runs of its training and evaluation."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Optional
@@ -13,7 +13,6 @@ from ...techniques import loader_bytes
 from ..device import DeviceModel, DeviceUse, DoesNotFit
 from ..dry_run import Timeline, one_line_errors
 from . import steps
-from .dry_runs import DryRuns
 from .ranges import OF_TENSORS, Others, chance_of_need, margin_of, range_of, widths_of
 from .times import Range, factor_range, seconds_range
 
@@ -145,7 +144,6 @@ class DryJob:
         device: the device to predict for.
         evaluation: its timeline, if it is known.
         evaluates: whether to include evaluation, or training alone.
-        runs: makes the dry runs; those of other jobs with the same classes need not be made again.
         batch: micro-batch in place of the job's largest one.
 
     Attributes:
@@ -164,11 +162,9 @@ class DryJob:
         device: DeviceModel,
         evaluation: Optional[Timeline] = None,
         evaluates: bool = True,
-        runs: Optional[DryRuns] = None,
         batch: Any = None,
     ) -> None:
         self.job = job
-        self._runs = runs
         self.device = device
         budget_gb = job.budget_gb
         margin = margin_of(job, device)
@@ -185,7 +181,7 @@ class DryJob:
         self.evaluation = evaluation
         if evaluation is None and evaluates and job.evaluates:
             with one_line_errors(lambda: batches.evaluation_assumptions, in_evaluation=True):
-                self.evaluation = self._make(steps.evaluate, job.evaluation_batch(), *self._like)
+                self.evaluation = steps.evaluate(job, job.evaluation_batch(), *self._like)
         timelines = [t for t in (self.training, self.evaluation) if t is not None]
         notes = [note for timeline in timelines for note in timeline.notes]
         assumed = [*job.assumptions]
@@ -202,7 +198,7 @@ class DryJob:
     def with_batch(self, batch: Any, settings: Mapping[str, Any]) -> "DryJob":
         """The job with another micro-batch, and with settings that do not concern evaluation."""
         job = self.job.with_settings(settings)
-        return type(self)(job, self.device, self.evaluation, False, self._runs, batch)
+        return type(self)(job, self.device, self.evaluation, False, batch)
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether the job runs within a limit of the process, context included."""
@@ -362,10 +358,7 @@ class DryJob:
     def _train(self, batch: Any, few_on_objects: bool = False) -> Timeline:
         accumulates = len(self.job.geometry.micro_batch_sizes()) > 1
         with one_line_errors():
-            return self._make(steps.train, [batch], *self._like, accumulates, few_on_objects)
-
-    def _make(self, step: Callable[..., Timeline], *args: Any) -> Timeline:
-        return step(self.job, *args) if self._runs is None else self._runs(step, self.job, *args)
+            return steps.train(self.job, [batch], *self._like, accumulates, few_on_objects)
 
     def uses(self, limit_bytes: Optional[int] = None) -> list[DeviceUse]:
         """Device memory of training and evaluation; without the limit if that is too low."""

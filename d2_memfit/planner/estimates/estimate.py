@@ -10,7 +10,6 @@ from omegaconf import DictConfig
 from ...job import Job, Size
 from ..device import DeviceModel
 from .dry_job import DryJob, MemoryEstimate
-from .dry_runs import DryRuns
 from .from_runs import as_in_runs
 from .probe import job_class
 
@@ -64,15 +63,10 @@ def run_dry(
     device: Optional[Union[str, Path]] = None,
     probe: bool = False,
     evaluates: bool = True,
-    runs: Optional[DryRuns] = None,
 ) -> DryJob:
-    """Make the dry runs of :func:`estimate_memory`, with their timelines.
-
-    Args:
-        runs: as for :class:`DryJob`.
-    """
+    """Make the dry runs of :func:`estimate_memory`, with their timelines."""
     model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
-    kind = job_class(probe, model, runs)
+    kind = job_class(probe, model)
     if not probe:
         model = as_in_runs(job, model, under_budget=job.budget_gb is not None)
     return kind(job, model, evaluates=evaluates)

@@ -2,10 +2,9 @@
 """Measurements of the largest batch on this machine's GPU."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -26,22 +25,19 @@ from ...memory import (
 from ..device import DeviceModel, DeviceUse, DoesNotFit
 from . import steps
 from .dry_job import DryJob
-from .dry_runs import DryRuns
 
 __all__ = ["ProbedJob", "job_class", "run_for_real"]
 
 
-def job_class(
-    probe: bool, device: DeviceModel, runs: Optional[DryRuns] = None
-) -> Callable[..., DryJob]:
-    """The class for the dry runs, probed or not, with its ``runs``.
+def job_class(probe: bool, device: DeviceModel) -> type[DryJob]:
+    """The class for the dry runs, probed or not.
 
     Raises:
         ConfigError: there is no GPU to probe.
     """
     if probe and not (device.is_gpu and torch.cuda.is_available()):
         raise ConfigError("--probe runs the largest batch on a GPU, and no GPU is visible")
-    return partial(ProbedJob if probe else DryJob, runs=runs)
+    return ProbedJob if probe else DryJob
 
 
 class ProbedJob(DryJob):

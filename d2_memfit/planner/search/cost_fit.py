@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from ...iteration import MicroBatchShape, Padding, largest_sum
 from ...job import Job, resize_image, size_of
 from ..device import DeviceModel
 from ..dry_run import Event, Free, one_line_errors
-from ..estimates import DryJob, DryRuns, steps
+from ..estimates import DryJob, steps
 from .plan import Plan
 
 __all__ = ["CostFit", "MeasuredMicroBatch", "fitted", "fitted_to_two", "with_cost_model"]
@@ -43,7 +43,6 @@ def with_cost_model(
     device: DeviceModel,
     allow: Sequence[str],
     progress: Callable[[str], None] = lambda line: None,
-    runs: Optional[DryRuns] = None,
 ) -> Plan:
     """Add MEMFIT.COST_MODEL to a plan. The trainer cuts windows by it.
 
@@ -54,7 +53,6 @@ def with_cost_model(
         allow: tiers that may be used. If BatchNorm is trained, other micro-batches need the tier
             "recipe".
         progress: called with a line for each dry run.
-        runs: as for :class:`~d2_memfit.planner.estimates.DryJob`.
 
     Raises:
         ConfigError: the job's batches are not lists of dataset dicts with an "image".
@@ -69,7 +67,7 @@ def with_cost_model(
     if trains_batch_norm and "recipe" not in allow:
         progress("No cost model: BatchNorm is trained on micro-batches")
         return plan
-    fit = CostFit(planned, device, Padding.from_model(model), progress, runs)
+    fit = CostFit(planned, device, Padding.from_model(model), progress)
     settings = {**plan.settings, **fit.settings()}
     # A dry run has shown that the plan's largest micro-batch fits: it is not cut for an error of
     # the sums.
@@ -110,7 +108,6 @@ class CostFit:
         device: the device to predict for.
         padding: padding of the job's model.
         progress: called with a line for each dry run.
-        dry_runs: as ``runs`` of :class:`~d2_memfit.planner.estimates.DryJob`.
 
     Attributes:
         runs: the dry runs so far.
@@ -126,10 +123,8 @@ class CostFit:
         device: DeviceModel,
         padding: Padding,
         progress: Callable[[str], None] = lambda line: None,
-        dry_runs: Optional[DryRuns] = None,
     ) -> None:
         self._job = job
-        self._dry_runs = dry_runs
         self._device = device
         self._padding = padding
         self._progress = progress
@@ -204,7 +199,7 @@ class CostFit:
             "SOLVER.ACCUMULATION_STEPS": geometry.accumulation_steps + len(images),
         }
         job = self._job.with_settings(settings).with_batch(images)
-        dry_job = DryJob(job, self._device, evaluates=False, runs=self._dry_runs)
+        dry_job = DryJob(job, self._device, evaluates=False)
         training = dry_job.training
         dry_job.training = replace(training, events=_of_micro_batch(training.events))
         run = MeasuredMicroBatch(

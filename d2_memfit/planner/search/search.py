@@ -23,7 +23,6 @@ from ...techniques import TIERS, get_technique
 from ..device import DeviceModel
 from ..estimates import (
     DryJob,
-    DryRuns,
     as_in_runs,
     chance_to_fit,
     job_class,
@@ -64,7 +63,6 @@ def plan_memory(
     evaluates: bool = True,
     cost_model: bool = False,
     prefer: str = "exact",
-    runs: Optional[DryRuns] = None,
     counts_objects: bool = False,
 ) -> Plan:
     """Find the least harmful changes with which a job fits a budget.
@@ -81,7 +79,6 @@ def plan_memory(
         cost_model: whether windows are cut by predicted bytes, if they must be cut.
         prefer: "exact", or "speed" for the plan that is predicted to be the fastest with the tiers
             "exact" and "precision".
-        runs: makes the dry runs; those of the job's other plans need not be made again.
         counts_objects: whether to find the most objects with which the planned job fits.
 
     Raises:
@@ -103,10 +100,10 @@ def plan_memory(
         logger.warning(warning)
     if not probe:
         device = as_in_runs(job, device, under_budget=True)
-    planner = Planner(job, device, job_class(probe, device, runs), evaluates, progress)
+    planner = Planner(job, device, job_class(probe, device), evaluates, progress)
     tiers = [tier for tier in TIERS if tier in allow]
     plan = planner.plan(budget_gb, tiers, prefer, counts_objects and not probe)
-    return with_cost_model(plan, job, device, allow, progress, runs) if cost_model else plan
+    return with_cost_model(plan, job, device, allow, progress) if cost_model else plan
 
 
 def _has_card_of(budget_gb: float) -> bool:
