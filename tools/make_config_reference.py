@@ -61,8 +61,7 @@ cfg.SOLVER.ACCUMULATION_STEPS = 4
 
 - `add_memfit_config(cfg)` adds the keys to a config that was made elsewhere.
 - An unknown key, or a value that cannot work, is an error. It names the key, the value and what to
-  do: [TROUBLESHOOTING.md](TROUBLESHOOTING.md#config-keys-and-values). Each value that is wrong has
-  a line.
+  do. Each value that is wrong has a line.
 - [`SOLVER.REFERENCE_WORLD_SIZE`](ACCUMULATION.md#learning-rate-and-batch-size) and
   [`SOLVER.AMP.ENABLED`](ACCUMULATION.md#mixed-precision) are keys of Detectron2. They work together
   with these.

@@ -36,7 +36,10 @@ def check_opts(opts: Sequence[str]) -> None:
         if sign:
             raise ConfigError(f"{key}: write it with a space, {name} {value or 'VALUE'}")
     if len(opts) % 2:
-        raise ConfigError(f"KEY VALUE pairs: a value is missing after {opts[-1]}")
+        raise ConfigError(
+            f"KEY VALUE pairs: a value is missing after {opts[-1]}. Quote values with spaces: "
+            """DATASETS.TRAIN "('my_train',)\""""
+        )
 
 
 def opts_of_budget(card: Optional[str], budget: Optional[str], opts: Sequence[str]) -> list[str]:

@@ -177,7 +177,10 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
     except Exception as e:
         frames = list(walk_tb(e.__traceback__))
         place = f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}"
-        raise ConfigError(f"the model cannot be built from this config ({e!r}, in {place})") from e
+        raise ConfigError(
+            f"the model cannot be built from this config ({e!r}, in {place}). Compare its keys with "
+            "a config of the zoo. A project's model is trained by the project's script"
+        ) from e
 
 
 @exit_on_error

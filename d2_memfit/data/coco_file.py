@@ -143,7 +143,7 @@ def check_coco(
     if for_training and not summary.num_objects:
         raise DataError(
             f"dataset {name} is empty: {json_file} has no annotations, except of crowds, which are "
-            "not trained on"
+            "not trained on. To train on empty images: DATALOADER.FILTER_EMPTY_ANNOTATIONS False"
         )
     if image_dir is not None:
         check_images(name, coco["images"], image_dir)

@@ -83,7 +83,7 @@ def fit_to_data(
             raise DataError(
                 f"the datasets {files[0].name} and {file.name} have different categories: "
                 f"{_names(files[0].classes)} in {files[0].json_file}, and {_names(file.classes)} "
-                f"in {file.json_file}"
+                f"in {file.json_file}. Write the same categories in the same order into both"
             )
     settings = list(_classes(cfg, files[0], given, trains=bool(train)))
     if train and cfg.MODEL.META_ARCHITECTURE in _LEARN_FROM_PIXELS:
@@ -193,7 +193,10 @@ def _keypoints(cfg: CfgNode, file: CocoFile, given: Collection[str]) -> Iterator
     key = "TEST.KEYPOINT_OKS_SIGMAS"
     if (len(cfg.TEST.KEYPOINT_OKS_SIGMAS) or _COCO_KEYPOINTS) != number:
         if key in given:
-            raise ConfigError(f"{key} must have {number} numbers, one for each keypoint")
+            raise ConfigError(
+                f"{key} must have {number} numbers, one for each keypoint. Leave the key out, or "
+                "begin with 0.05 for each"
+            )
         yield Setting(key, [0.05] * number, "assumed: how far keypoints may be off in evaluation")
 
 

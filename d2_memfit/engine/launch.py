@@ -75,7 +75,8 @@ def launch(
         main_func(*args)
     elif torch.cuda.is_available() and num_gpus_per_machine > torch.cuda.device_count():
         raise ConfigError(
-            f"--num-gpus {num_gpus_per_machine}: there are {torch.cuda.device_count()} GPUs here"
+            f"--num-gpus {num_gpus_per_machine}: there are {torch.cuda.device_count()} GPUs here. "
+            "Lower it, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     elif dist_url == "auto" and num_machines > 1:
         raise ConfigError("--dist-url auto works on one machine; name the first one's address")
@@ -163,7 +164,10 @@ class _Ranks:
             torch.cuda.set_device(local_rank % num_gpus)
         if num_gpus and not has_gpu and local_rank == 0:
             logger.warning(
-                "%d ranks share %d GPUs, so they communicate over gloo", self.ranks_here, num_gpus
+                "%d ranks share %d GPUs, so they communicate over gloo, and each takes its own "
+                "memory there. Start as many ranks as there are GPUs",
+                self.ranks_here,
+                num_gpus,
             )
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
         is_one_machine = self.ranks_here == self.num_ranks

@@ -336,7 +336,10 @@ class _Mapper:
             if data is not None:
                 return data
             images.exist = True  # the mapper may read them by a function of its own
-        raise ConfigError("the training mapper gives nothing for the dataset's largest images")
+        raise ConfigError(
+            "the training mapper gives nothing for the dataset's largest images. See what it "
+            "leaves out, or name a function that makes a batch: --batch MODULE:FUNCTION"
+        )
 
 
 def _with_at_most(data: Any, num: int) -> Any:

@@ -206,12 +206,14 @@ def _share(budget_gb: float, device: int) -> float:
     context = cuda_context_bytes(device) / GB
     if budget_gb <= context:
         raise ConfigError(
-            f"MEMFIT.BUDGET_GB {budget_gb:g} does not hold the CUDA context, {context:.2f} GB"
+            f"MEMFIT.BUDGET_GB {budget_gb:g} does not hold the CUDA context, {context:.2f} GB. "
+            "Give more"
         )
     available = total - taken + context
     if available < budget_gb:
         logger.warning(
-            "MEMFIT.BUDGET_GB %g: other processes use the GPU, and only %.2f GB are left",
+            "MEMFIT.BUDGET_GB %g: other processes use the GPU, and only %.2f GB are left. "
+            "End them (nvidia-smi), or lower the budget",
             budget_gb,
             available,
         )
@@ -250,7 +252,8 @@ def _limit_process(budget_gb: Optional[float]) -> None:
         limit = min([int(budget_gb * GB), *limits])
         if limit < int(budget_gb * GB):
             logger.warning(
-                "MEMFIT.BUDGET_GB %g: the process is limited to %.2f GB already (ulimit -d)",
+                "MEMFIT.BUDGET_GB %g: the process is limited to %.2f GB already (ulimit -d). "
+                "Plan for that, or raise it",
                 budget_gb,
                 limit / GB,
             )

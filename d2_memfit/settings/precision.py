@@ -90,7 +90,7 @@ class Precision:
         if scale < before:
             logger.warning(
                 "Iteration %d: gradients overflowed float16. The step is skipped, and the loss "
-                "scale is lowered to %g",
+                "scale is lowered to %g. If each iteration says so: MEMFIT.AMP_DTYPE bfloat16",
                 iteration,
                 scale,
             )
@@ -121,7 +121,10 @@ def _check_device(dtype: torch.dtype, device: torch.device) -> None:
             "Set SOLVER.AMP.ENABLED False"
         )
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"MODEL.DEVICE {device}: no GPU is visible")
+        raise ConfigError(
+            f"MODEL.DEVICE {device}: no GPU is visible. Look at nvidia-smi, CUDA_VISIBLE_DEVICES "
+            "and torch.version.cuda, or set MODEL.DEVICE cpu"
+        )
     if (
         device.type == "cuda"
         and dtype == torch.bfloat16
