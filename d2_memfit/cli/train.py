@@ -178,8 +178,8 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
         frames = list(walk_tb(e.__traceback__))
         place = f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}"
         raise ConfigError(
-            f"the model cannot be built from this config ({e!r}, in {place}). Compare its keys with "
-            "a config of the zoo. A project's model is trained by the project's script"
+            f"the model cannot be built from this config ({e!r}, in {place}). Compare its keys "
+            "with a config of the zoo. A project's model is trained by the project's script"
         ) from e
 
 
