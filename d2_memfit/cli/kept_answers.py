@@ -44,7 +44,7 @@ FILE = "PLAN_FILE"  # stands for --output in an answer's next command
 _MOST = {"answers": 64, "dry_runs": 16}  # files; the oldest go
 _OTHERS = ("details", "output", "html", "json", "no_cache", "reads")  # they do not change an answer
 _OF_ANSWERS = (  # they change an answer, but no dry run
-    *("command", "device", "card", "budget", "allow", "prefer", "cost_model"),
+    *("command", "device", "card", "budget", "allow", "prefer"),
     *("training_only", "inference_only"),
 )
 _STATES = "states"
