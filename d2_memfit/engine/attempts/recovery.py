@@ -115,8 +115,8 @@ class Recovery:
         if self.skipped_images > math.ceil(MAX_SKIPPED * self._seen_images):
             raise OutOfMemoryError(
                 f"{self.skipped_images} of {self._seen_images} images did not fit and were "
-                f"skipped, more than the share of {MAX_SKIPPED} that may be. Set "
-                "MEMFIT.OOM.ALLOW_RESIZE True, or train with smaller images, INPUT.MAX_SIZE_TRAIN"
+                f"skipped, more than the allowed share of {MAX_SKIPPED}. Lower "
+                "INPUT.MAX_SIZE_TRAIN, or set MEMFIT.OOM.ALLOW_RESIZE True"
             )
 
     def state_dict(self, learned: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
