@@ -101,7 +101,7 @@ def check_accumulation(
 def _terms(
     model: nn.Module, loss_fn: Optional[LossFn], images: Sequence[Any]
 ) -> list[tuple[str, Term]]:
-    communicate = Communication(may_retry=True, cutter=Cutter(None, grow_after=1)).note
+    communicate = Communication(may_retry=True, cutter=Cutter(None)).note
     subject = Subject(model, lambda m, b: losses_of(m, b, loss_fn), communicate, PretendedRanks())
     test = gradient_test(subject, images)
     return list(test.rules(test.ways[0]).terms.items())

@@ -20,7 +20,6 @@ from PIL import Image
 from tiny import ROOT, tiny_cfg
 from trained import save_trained
 
-from d2_memfit.certificate import Certificate
 from d2_memfit.cli.commands import main
 
 pytestmark = pytest.mark.slow
@@ -37,7 +36,6 @@ GIVEN = {
     "estimate": "--config-file {d}/tiny.yaml --device cuda",
     "plan": "--config-file {d}/tiny.yaml --device cuda --budget 5",
     "doctor": "--config-file {d}/tiny.yaml",
-    "certify": "--config-file {d}/tiny.yaml --output {out}.pt",
     "predict": "--config-file {d}/run/config.yaml --input {d}/images/1.jpg --output {out}",
     "export": "--config-file {d}/run/config.yaml --input {d}/images/1.jpg --output {out}.ts",
     "train": "--config-file {d}/run/config.yaml --coco h {d}/coco.json {d}",
@@ -66,8 +64,6 @@ ROWS = {
     "plan --config-file {d}/pipe.yaml": f"pipe.yaml' {NO_CONFIG}",
     "doctor --config-file {d}/pipe.yaml": f"pipe.yaml' {NO_CONFIG}",
     "doctor --coco h {d}/pipe.json {d}/images": f"dataset h: {{d}}/pipe.json {PIPE}",
-    "certify --config-file {d}/pipe.yaml": f"pipe.yaml' {NO_CONFIG}",
-    "certify --coco h {d}/pipe.json {d}/images": f"dataset h: {{d}}/pipe.json {PIPE}",
     "predict --input {d}/pipe.jpg": f"--input {{d}}/pipe.jpg {PIPE}",
     "predict --input {d}/socket": "--input {d}/socket cannot be read (it is a socket)",
     "predict --input /dev/zero": "--input /dev/zero cannot be read (it is a device)",
@@ -78,10 +74,6 @@ ROWS = {
     "predict --weights {d}/images": "the checkpoint {d}/images cannot be read (it is a folder)",
     "predict --coco h {d}/pipe.json {d}/images": f"dataset h: {{d}}/pipe.json {PIPE}",
     "export --input {d}/pipe.jpg": f"{{d}}/pipe.jpg {PIPE}",
-    "train --certificate {d}/pipe.pth": f"--certificate {{d}}/pipe.pth {PIPE}",
-    "train --certificate {d}/socket": "--certificate {d}/socket cannot be read (it is a socket)",
-    "train --certificate {d}/images": "--certificate {d}/images cannot be read (it is a folder)",
-    "train --certificate /dev/zero": "--certificate /dev/zero cannot be read (it is a device)",
     "train MODEL.WEIGHTS {d}/pipe.pth": f"the checkpoint {{d}}/pipe.pth {PIPE}",
     "train --resume OUTPUT_DIR {d}/piped_run": f"{{d}}/piped_run/last_checkpoint {PIPE}",
     "convert --input {d}/yolo_pipe": f"{{d}}/yolo_pipe/data.yaml {PIPE}",
@@ -105,7 +97,6 @@ ROWS = {
     "plan --device {d}/nan.yaml": "nan.yaml: bytes_per_s must be a finite number, got nan",
     "plan --device {d}/many.yaml": f"--device {{d}}/many.yaml is not valid YAML ({LARGE})",
     "doctor --config-file {d}/deep.yaml": LARGE,
-    "certify --config-file {d}/merged.yaml": LARGE,
     "predict --config-file {d}/aliases.yaml": LARGE,
     "convert --input {d}/yolo_aliases": f"yolo_aliases/data.yaml is not valid YAML ({LARGE})",
     "convert --input {d}/aliases.yaml": f"{{d}}/aliases.yaml is not valid YAML ({LARGE})",
@@ -125,7 +116,6 @@ ROWS = {
     "estimate --device auto MODEL.DEVICE gpu": "MODEL.DEVICE 'gpu' is not a device of PyTorch",
     "plan MODEL.DEVICE tpu": UNKNOWN_DEVICE,
     "doctor MODEL.DEVICE tpu": UNKNOWN_DEVICE,
-    "certify MODEL.DEVICE tpu": UNKNOWN_DEVICE,
     "predict MODEL.DEVICE tpu": UNKNOWN_DEVICE,
     "predict MODEL.DEVICE mps": f"MODEL.DEVICE mps: {NO_SUCH_DEVICE}",
     "predict MODEL.DEVICE meta": f"MODEL.DEVICE meta: {NO_SUCH_DEVICE}",
@@ -154,16 +144,7 @@ ROWS = {
     # JSON
     "train --coco g {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
     "predict --coco g {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
-    "certify --coco h {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
     "doctor --coco h {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
-    # Records
-    # Certificates
-    "train --certificate {d}/flipped.pt": "flipped.pt is not a file of d2-memfit certify, or dam",
-    "train --certificate {d}/cut.pt": "cut.pt is not a file of d2-memfit certify, or damaged (",
-    "train --certificate {d}/no_states.pt": "no_states.pt: the field states is missing",
-    "train --certificate {d}/limit.pt": "limit.pt: limit_bytes must be an integer, got 'many'",
-    "train --certificate {d}/nan.pt": "nan.pt: budget_gb must be a finite number, got nan",
-    "train --certificate {d}/nan.pth": "nan.pth: the field needs_bytes is missing",
 }
 
 # The same for one of several files, which is left out.
@@ -264,23 +245,6 @@ class Code:
         return os.mkdir, (self._folder,)
 
 
-def save_certificates(folder):
-    values = {
-        **{"needs_bytes": torch.ones(2, 1, dtype=torch.int64), "limit_bytes": 5, "budget_gb": 6},
-        **{"least_budget_gb": 1.0, "images": 6, "compared": 16, "why_bounds": "", "hours": None},
-        **{"worst": [(0, 0, ["a"])], "sums": [[1.0]], "stream": {}, "states": [{}]},
-    }
-    Certificate(**values).write(folder / "good.pt")
-    whole = (folder / "good.pt").read_bytes()
-    assert Certificate.read(folder / "good.pt").images == 6
-    place = whole.index(b"least_budget_gb")
-    (folder / "flipped.pt").write_bytes(whole[:place] + b"L" + whole[place + 1 :])
-    (folder / "cut.pt").write_bytes(whole[:-100])
-    torch.save({k: v for k, v in values.items() if k != "states"}, folder / "no_states.pt")
-    torch.save({**values, "limit_bytes": "many"}, folder / "limit.pt")
-    torch.save({**values, "budget_gb": float("nan")}, folder / "nan.pt")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("h")
@@ -345,7 +309,6 @@ def folder(tmp_path_factory):
     (folder / "piped_run").mkdir()
     os.mkfifo(folder / "piped_run" / "last_checkpoint")
     save_weights(folder, torch.load(config.parent / "model_final.pth")["model"])
-    save_certificates(folder)
     yield folder
     shutil.rmtree(folder)
 

@@ -103,7 +103,6 @@ FIGURES = (
     copied("docs/ACCUMULATION.md", "tools/benchmark.py gradients", "d2_memfit/counts"),
     copied("docs/ACCUMULATION.md", "tools/benchmark.py other_loops", "d2_memfit/counts"),
     copied("docs/ACCUMULATION.md", "tools/benchmark.py overhead", "d2_memfit/iteration"),
-    copied("docs/PLANNER.md", "tools/benchmark.py certificate", "d2_memfit/certificate"),
     copied("docs/HOW_ACCURATE.md", "tools/benchmark.py dry_runs", "d2_memfit/planner"),
     copied("docs/HOW_ACCURATE.md", "tools/benchmark.py estimates", "d2_memfit/planner"),
     copied("docs/HOW_ACCURATE.md", "tools/benchmark.py plans", "d2_memfit/planner"),

@@ -83,7 +83,6 @@ _PURPOSES = {
     "SOLVER": "accumulation",
     "MEMFIT": "micro-batches, precision, budget, signals, averaged weights",
     "MEMFIT.BEST": "the best checkpoint, early stopping",
-    "MEMFIT.COST_MODEL": "micro-batches that are cut by bytes",
     "MEMFIT.OOM": "recovery from out-of-memory errors",
     "MEMFIT.NORMALIZERS": "counts that losses are divided by",
     "MEMFIT.MONITOR": "reports, leaks, owners of the memory",

@@ -20,7 +20,6 @@ COMMANDS = {
     "explain": "explain a log: what a run needed, why it died, and what would have fitted",
     "estimate": "estimate the memory that a job needs",
     "plan": "make a job fit a budget",
-    "certify": "predict the memory of each iteration of a planned run, and fix its data's order",
     "doctor": "test what works with a job, by small iterations on the CPU with injected errors",
     "convert": "convert a dataset of YOLO, Pascal VOC, Roboflow or COCO to COCO files",
     "predict": "find objects in images and videos with a trained model",
@@ -32,7 +31,7 @@ COMMANDS = {
 
 def files_read(args: argparse.Namespace) -> list[str]:
     """The files that a command's options name, without its outputs."""
-    options = ("certificate", "config_file", "device", "input", "weights")
+    options = ("config_file", "device", "input", "weights")
     named = [getattr(args, option, None) for option in (*options, "log")]
     return [str(file) for file in [*named, *(json for _, json, _ in args.coco)] if file]
 
@@ -94,12 +93,7 @@ def command_parser(
         help="speed chooses the plan that is predicted to be faster, which may change number "
         "formats if they are allowed (default: MEMFIT.PLAN.PREFER, which is exact)",
     )
-    plan.add_argument(
-        "--cost-model", action="store_true", help="cut windows by predicted bytes, not by images"
-    )
     plan.add_argument("--output", type=Path, metavar="FILE", help="write the planned config")
-    certify = commands.add_parser("certify", help=COMMANDS["certify"])
-    _add_certify_options(certify)
     doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
     _add_job_options(doctor)
     _add_details_option(doctor)
@@ -138,7 +132,12 @@ def command_parser(
 def _parser_of_asking() -> argparse.ArgumentParser:
     """The options that estimate and plan share."""
     parser = argparse.ArgumentParser(add_help=False)
-    _add_device_option(parser)
+    parser.add_argument(
+        "--device",
+        help="the device that the job runs on: a card (rtx_3060, t4, a100, ...), cuda, cpu, "
+        "or a device file (default: this machine's GPU, or cuda if there "
+        "is none)",
+    )
     parser.add_argument(
         "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
     )
@@ -183,34 +182,6 @@ def _add_html_option(parser: argparse.ArgumentParser) -> None:
 
 def _add_details_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--details", action="store_true", help="print all that is known")
-
-
-def _add_device_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device",
-        help="the device that the job runs on: a card (rtx_3060, t4, a100, ...), cuda, cpu, "
-        "or a device file (default: this machine's GPU, or cuda if there "
-        "is none)",
-    )
-
-
-def _add_certify_options(parser: argparse.ArgumentParser) -> None:
-    _add_device_option(parser)
-    _add_details_option(parser)
-    _add_job_options(parser)
-    parser.add_argument(
-        "--iterations",
-        type=int,
-        metavar="N",
-        help="certify only the first N iterations (default: the whole schedule)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("certificate.pt"),
-        metavar="FILE",
-        help="the file that train --certificate takes (default: certificate.pt)",
-    )
 
 
 def _add_job_options(parser: argparse.ArgumentParser) -> None:

@@ -62,7 +62,6 @@ from .job_options import (
 )
 from .next_step import (
     after_a_look,
-    after_certify,
     after_convert,
     after_explain,
     after_no_plan,
@@ -156,18 +155,6 @@ def _examine(args: argparse.Namespace) -> None:
         sys.exit(_UNWELL)
 
 
-def _certify(args: argparse.Namespace) -> None:
-    from ..certificate import certify
-
-    job, _ = _job_and_trainer(args)
-    device = args.device or _device_of_card(args.card)
-    certificate = certify(job, args.iterations, device, show_progress)
-    certificate.write(args.output)
-    next_step = f"Written: {args.output}\n{after_certify(args)}"
-    answer, details = _with_notes(args, certificate.answer(), str(certificate))
-    show(put_together(args, answer, details, next_step))
-
-
 def _with_notes(args: argparse.Namespace, answer: str, details: str) -> tuple[str, str]:
     """Add the lines about the config: one for the answer, and all of them for the details."""
     if args.json:
@@ -226,7 +213,6 @@ def _plan(args: argparse.Namespace) -> None:
         progress=show_progress,
         probe=args.probe,
         evaluates=not args.training_only,
-        cost_model=args.cost_model or job.cfg.MEMFIT.PLAN.COST_MODEL,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         counts_objects=True,
     )
@@ -295,7 +281,6 @@ def _print(
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
-    "certify": _certify,
     "convert": _convert,
     "doctor": _examine,
     "explain": _explain,
@@ -319,7 +304,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     args = command_parser(train.argument_parser()).parse_args(argv)
     if args.command != "train" and world_size(1) > 1:
         raise ConfigError(f"{args.command} runs in one process: start it without torchrun")
-    if args.command in ("certify", "estimate", "explain", "plan"):
+    if args.command in ("estimate", "explain", "plan"):
         outputs = [getattr(args, option, None) for option in ("output", "html")]
         check_outputs(filter(None, outputs), files_read(args))
     try:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "after_a_look",
-    "after_certify",
     "after_convert",
     "after_explain",
     "after_export",
@@ -31,7 +30,7 @@ _BUDGETS = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
 # Options of a job and of its plan; those that are True have no value.
 _OPTIONS = [
     *("config_file", "trainer", "batch", "image_size", "instances", "device", "probe"),
-    *("training_only", "card", "budget", "allow", "prefer", "cost_model"),
+    *("training_only", "card", "budget", "allow", "prefer"),
 ]
 
 
@@ -61,7 +60,7 @@ def after_explain(args: argparse.Namespace, told: "ExplainedRun", plan: "Optiona
         file = "plan.py" if args.config_file else "plan.yaml"
         return f"Next, write it to a file:\n  {_line(*explain, *card, '--output', file)}"
     args.num_gpus = plan.estimate.num_gpus
-    train = _train(args, ["--config-file", args.output])
+    train = _train(args)
     data = "" if args.coco or args.config_file else " (add its data with --coco)"
     return f"Written: {args.output}\nNext, train it{data}:\n  {train}"
 
@@ -86,7 +85,7 @@ def after_plan(args: argparse.Namespace) -> str:
     """The lines after a plan that fits: its file and how to train it, or how to write it."""
     if args.output is None:
         return f"Next, write it to a file:\n  {_plan(args)}"
-    train = _train(args, ["--config-file", args.output])
+    train = _train(args)
     return f"Written: {args.output}\nNext, train it:\n  {train}"
 
 
@@ -119,21 +118,16 @@ def _larger_card(plan: "Plan") -> Optional[str]:
     return next((card for card, gb in PRESETS.items() if gb >= least), None)
 
 
-def after_certify(args: argparse.Namespace) -> str:
-    """The line after a certificate."""
-    of_plan = ["--config-file", args.config_file, "--certificate", args.output]
-    return f"Next, train with it:\n  {_train(args, of_plan, args.opts)}"
-
-
-def _train(args: argparse.Namespace, of_plan: Sequence[Any], opts: Sequence[str] = ()) -> str:
+def _train(args: argparse.Namespace) -> str:
     """The command that trains a plan, with the data and ranks of another command."""
     data = [word for dataset in args.coco for word in ("--coco", *dataset)]
     ranks = ["--num-gpus", args.num_gpus] if args.num_gpus > 1 else []
+    words = ["--config-file", args.output, *ranks, *data]
     if args.trainer or args.project:
         script = Path((args.trainer or "").partition(":")[0].replace(".", "/") + ".py")
         name = script if script.is_file() else "YOUR_SCRIPT.py"
-        return _line("python", name, *of_plan, *ranks, *data, *opts)
-    return _line("d2-memfit", "train", *of_plan, *ranks, *data, *opts)
+        return _line("python", name, *words)
+    return _line("d2-memfit", "train", *words)
 
 
 def after_export(file: Path) -> str:

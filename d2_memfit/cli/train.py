@@ -101,9 +101,6 @@ def argument_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="do not evaluate, and do not plan for evaluation",
     )
-    parser.add_argument(
-        "--certificate", metavar="FILE", help="train with the certificate of d2-memfit certify"
-    )
     add_card_and_coco_options(parser)
     return parser
 
@@ -232,10 +229,6 @@ def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer])
     for name, _, _ in args.coco:
         keep_dicts(name, None)
     trainer.resume_or_load(resume=args.resume)
-    if args.certificate:
-        from ..certificate import follow
-
-        follow(trainer, args.certificate, trainer.start_iter)
     if cfg.TEST.AUG.ENABLED:
         trainer.register_hooks(
             [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
@@ -285,12 +278,6 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
         trainer: the class that trains and evaluates.
         add_keys: functions that add a project's keys to a config.
     """
-    if args.certificate and args.eval_only:
-        raise ConfigError("--certificate only works with training: leave it out with --eval-only")
-    if args.certificate:
-        from ..certificate import Certificate
-
-        Certificate.read(args.certificate)
     check_int("--num-gpus", args.num_gpus, at_least=0)
     check_positive_int("--num-machines", args.num_machines)
     if not 0 <= args.machine_rank < args.num_machines:

@@ -56,7 +56,7 @@ def evaluate(job: Job, model: torch.nn.Module) -> Optional[dict[str, Any]]:
     return results
 
 
-def train(cfg: DictConfig, job: Job, resume: bool, certificate: Optional[str]) -> None:
+def train(cfg: DictConfig, job: Job, resume: bool) -> None:
     trainer = build_trainer(job)
     model = trainer.model
     logging.getLogger("d2_memfit").info("Model:\n%s", model)
@@ -76,10 +76,6 @@ def train(cfg: DictConfig, job: Job, resume: bool, certificate: Optional[str]) -
     checkpointer.resume_or_load(cfg.train.init_checkpoint, resume=resume)
     # The checkpoint has the iteration that was just finished.
     start_iter = trainer.iter + 1 if resume and checkpointer.has_checkpoint() else 0
-    if certificate:
-        from ..certificate import follow
-
-        follow(trainer, certificate, start_iter)
     trainer.train(start_iter, cfg.train.max_iter)
     if is_main:
         show(after_training(cfg.train.output_dir, [], checkpointer.get_checkpoint_file()))
@@ -117,7 +113,7 @@ def main(args: argparse.Namespace) -> None:
             show(after_training(cfg.train.output_dir, [], weights, eval_only=True))
     else:
         cfg = fit_config(cfg)
-        train(cfg, Job.from_lazy(cfg), args.resume, args.certificate)
+        train(cfg, Job.from_lazy(cfg), args.resume)
 
 
 def prepare(args: argparse.Namespace) -> None:

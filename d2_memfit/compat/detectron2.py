@@ -50,7 +50,6 @@ __all__ = [
     "inner_trainer",
     "keep_iterator",
     "local_world_size",
-    "map_of",
     "num_ranks_of",
     "paste_masks_on_grid",
     "pretended_compiled_ops",
@@ -205,11 +204,6 @@ def split_map(loader: Any) -> tuple[Optional[Callable[[Any], Any]], Any]:
 def inner_dataset(loader: Any) -> Any:
     """The dataset inside a wrapper of Detectron2 that groups or maps batches; None without one."""
     return getattr(loader, "dataset", getattr(loader, "_dataset", None))
-
-
-def map_of(dataset: Any) -> Any:
-    """The function that a map-style dataset of Detectron2 maps over its dataset dicts."""
-    return dataset._map_func
 
 
 def deals_its_indices(sampler: Any) -> bool:

@@ -57,34 +57,15 @@ _C.MEMFIT.BEST.MODE = "max"
 # None: the run does not end early.
 _C.MEMFIT.BEST.PATIENCE = None
 
-_C.MEMFIT.COST_MODEL = CN()
-# Lists of numbers that predict the bytes that a rank needs for a micro-batch. Each list gives a
-# sum, and the largest sum is the prediction. The numbers are the bytes of the process, and those
-# for an image, padded pixel, object, padded pixel x object, and padded pixel x object of the most
-# crowded image. If the key is not empty, windows are cut so that each micro-batch fits BUDGET_GB
-# less PLAN.MARGIN and ERROR_GB. Images of similar size are put together. MICRO_BATCH is then the
-# number of largest images that fit, for estimates. d2-memfit plan --cost-model finds the numbers.
-_C.MEMFIT.COST_MODEL.BYTES = []
-# GB that a micro-batch may need in addition to the prediction.
-_C.MEMFIT.COST_MODEL.ERROR_GB = 0.0
-# Time of a micro-batch in addition to that of its images, as the number of padded pixels that take
-# the same time.
-_C.MEMFIT.COST_MODEL.OVERHEAD_PIXELS = 0.0
-
 _C.MEMFIT.OOM = CN()
 # What happens at an out-of-memory error. "raise" ends the run, as in Detectron2. "split" undoes the
 # unfinished work and runs the same images again in smaller micro-batches, in training and in
 # evaluation.
 _C.MEMFIT.OOM.POLICY = "raise"
-# Iterations without an out-of-memory error after which a halved micro-batch is doubled again.
-_C.MEMFIT.OOM.GROW_AFTER = 1000
 # Whether an image that does not fit alone may be trained on at 0.7, 0.49 or 0.34 of its size.
 _C.MEMFIT.OOM.ALLOW_RESIZE = False
 # What happens to an image that does not fit at all: "raise" an error that names it, or "skip" it.
 _C.MEMFIT.OOM.LAST_RESORT = "raise"
-# Share of all images seen that may be skipped, rounded up to a whole image. If more are skipped,
-# the run ends with an error.
-_C.MEMFIT.OOM.MAX_SKIPPED = 0.001
 
 _C.MEMFIT.NORMALIZERS = CN()
 # Which counts in losses come from the whole effective batch, if it goes through the model in
@@ -129,8 +110,6 @@ _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
 # What a plan prefers if an exact plan fits. "exact" keeps the gradients. "speed" chooses the plan
 # that is predicted to be the fastest, even if the job would fit without changes.
 _C.MEMFIT.PLAN.PREFER = "exact"
-# Whether a plan also finds MEMFIT.COST_MODEL. This takes about ten more dry runs.
-_C.MEMFIT.PLAN.COST_MODEL = False
 # Whether estimates and plans use the peaks of earlier runs on this device with this software.
 _C.MEMFIT.PLAN.FROM_RUNS = True
 # GB that a plan predicts for its largest images: allocated, reserved, and outside PyTorch's

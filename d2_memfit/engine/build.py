@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _OF_RUN_STEP = (
     "SOLVER.ACCUMULATION_STEPS",
     "MEMFIT.MICRO_BATCH",
-    "MEMFIT.COST_MODEL.BYTES",
     "MEMFIT.OOM.POLICY",
     "MEMFIT.AMP_DTYPE",
     "MEMFIT.EMA_DECAY",
@@ -80,7 +79,6 @@ class Run:
             "accumulation_steps": job.geometry.accumulation_steps,
             "precision": job.precision(),
             "micro_batch_size": job.geometry.micro_batch_size,
-            "cost_model": job.settings.cost_model,
             "recovery": job.recovery,
             "normalizers": job.normalizers,
             "ema_decay": job.cfg.MEMFIT.EMA_DECAY,

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..common.checks import check_positive_int
 from ..errors import OutOfMemoryError
-from ..iteration import AveragedWeights, CostModel
+from ..iteration import AveragedWeights
 from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
@@ -27,7 +27,7 @@ from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metr
 from .reduce import average_gradients, check_ddp, image_share
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
 from .state import watched
-from .window import ByteCutter, Cutter, MicroBatch, Window, WindowStorage, dataset_dicts
+from .window import Cutter, MicroBatch, Window, WindowStorage, dataset_dicts
 
 __all__ = ["AccumulatingTrainer"]
 
@@ -58,8 +58,6 @@ class AccumulatingTrainer(ResumableTrainer):
         accumulation_steps: batches from the loader per optimizer step.
         precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
         micro_batch_size: images in one forward; None for the loader's batches.
-        cost_model: predicts the memory of micro-batches, which are cut to fit. It replaces
-            ``micro_batch_size``.
         recovery: what to do when memory runs out; None raises the error, as in Detectron2.
         normalizers: how counts are taken over all micro-batches and ranks; None for the default.
         loss_fn: called as ``loss_fn(model, batch)`` in place of ``model(batch)``. On several ranks
@@ -98,7 +96,6 @@ class AccumulatingTrainer(ResumableTrainer):
         clip_gradients: Optional[Callable[[list[nn.Parameter]], Any]] = None,
         gather_metric_period: int = 1,
         zero_grad_before_forward: bool = True,
-        cost_model: Optional[CostModel] = None,
         ema_decay: Optional[float] = None,
     ) -> None:
         check_positive_int("gather_metric_period", gather_metric_period)
@@ -111,10 +108,7 @@ class AccumulatingTrainer(ResumableTrainer):
         self.out_of_memory_observers: list[Callable[[], None]] = []
         bare_model = compat.without_ddp(model)
         recovers = recovery is not None
-        grow_after = (recovery or RecoveryOptions()).grow_after
-        self.cutter = Cutter(micro_batch_size, grow_after)
-        if cost_model is not None:
-            self.cutter = ByteCutter(cost_model, bare_model, grow_after)
+        self.cutter = Cutter(micro_batch_size)
         is_whole = accumulation_steps == 1 and not self.cutter.is_configured
         self._reduces_in_backward = is_whole and not recovers
         options = normalizers or NormalizerOptions()
@@ -225,7 +219,7 @@ class AccumulatingTrainer(ResumableTrainer):
             with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
                     window.load_all()  # a second run must not draw random numbers again
-                self._count(window)
+                self.loss_rules.prepare(window, self._forward)
                 self._run_micro_batches(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
                 return RankReport(recovery=None if retries is None else retries.end())
@@ -239,11 +233,6 @@ class AccumulatingTrainer(ResumableTrainer):
             window.put_all_back()
             return RankReport(counts=CountReport(str(e)))
 
-    def _count(self, window: Window) -> None:
-        """Find what the window's losses are divided by, before its first forward."""
-        self.cutter.cut(window)
-        self.loss_rules.prepare(window, self._forward)
-
     def _run_micro_batches(
         self,
         window: Window,
@@ -255,7 +244,8 @@ class AccumulatingTrainer(ResumableTrainer):
         def take() -> Optional[MicroBatch]:
             has_failed = retries is not None and retries.report.oom_events > 0
             if has_failed and not window.micro_batches and self.loss_rules.is_one_piece:
-                self._count(window)  # it was one piece, which needs no counts, and is cut now
+                # It was one piece, which needs no counts, and is cut now.
+                self.loss_rules.prepare(window, self._forward)
             return self.cutter.take(window)
 
         def run(micro_batch: MicroBatch) -> None:

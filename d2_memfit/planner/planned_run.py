@@ -137,7 +137,6 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         allow=job.cfg.MEMFIT.PLAN.ALLOW,
         device=device,
         progress=lambda line: logger.info("Planning: %s", line),
-        cost_model=job.cfg.MEMFIT.PLAN.COST_MODEL,
         prefer=job.cfg.MEMFIT.PLAN.PREFER,
     )
     logger.info("Plan for MEMFIT.BUDGET_GB %.4g:\n%s", plan.budget_gb, describe_plan(plan))

@@ -23,7 +23,6 @@ from ..common.checks import (
 )
 from ..config import budget_of_preset, default_keys, keys_of
 from ..errors import ConfigError, UnknownKeyError
-from ..iteration import FEATURES
 from ..memory import check_budget
 from ..techniques import TECHNIQUES, TIERS
 from .lazy import ARGUMENTS
@@ -69,19 +68,13 @@ def _tiers(key: str, value: Any) -> None:
         check_choice(key, tier, TIERS)
 
 
-def _are_sums(value: Any) -> bool:
-    return fits(value, list[list[float]]) and all(
-        len(numbers) == len(FEATURES) and min(numbers) >= 0 for numbers in value
-    )
-
-
 def _are_counts(value: Any) -> bool:
     return fits(value, list[tuple[str, str]]) and all(of in ("objects", "sum") for _, of in value)
 
 
-def _has_budget(key: str, cfg: CfgNode) -> None:
-    if value_of(cfg, key) and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
-        raise ConfigError(f"{key} needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
+def _plan_has_budget(cfg: CfgNode) -> None:
+    if cfg.MEMFIT.PLAN.ENABLED and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
+        raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
 
 
 def _patience_has_metric(cfg: CfgNode) -> None:
@@ -99,7 +92,7 @@ def _metric_is_evaluated(cfg: CfgNode) -> None:
 
 
 _SWITCHES = (
-    *("EVALUATION.ON_DISK", "MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE", "PLAN.COST_MODEL"),
+    *("EVALUATION.ON_DISK", "MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE"),
     *("PLAN.ENABLED", "PLAN.FROM_RUNS", "STOP_ON_SIGNALS"),
 )
 _CHECKS: dict[str, Check] = {
@@ -121,16 +114,8 @@ _CHECKS: dict[str, Check] = {
     ),
     "MEMFIT.BEST.MODE": _choice("max", "min"),
     "MEMFIT.BEST.PATIENCE": _or_none(check_positive_int),
-    "MEMFIT.COST_MODEL.BYTES": must(
-        f"lists of {len(FEATURES)} numbers from 0, as d2-memfit plan --cost-model finds them",
-        _are_sums,
-    ),
-    "MEMFIT.COST_MODEL.ERROR_GB": check_number,
-    "MEMFIT.COST_MODEL.OVERHEAD_PIXELS": check_number,
     "MEMFIT.OOM.POLICY": _choice("raise", "split"),
-    "MEMFIT.OOM.GROW_AFTER": check_positive_int,
     "MEMFIT.OOM.LAST_RESORT": _choice("raise", "skip"),
-    "MEMFIT.OOM.MAX_SKIPPED": partial(check_number, most=1),
     "MEMFIT.NORMALIZERS.POLICY": _choice("window", "exact", "off"),
     "MEMFIT.NORMALIZERS.LOSSES": must(
         'pairs of a pattern of names of losses and "objects" or "sum", such as [["loss_mask*", '
@@ -153,14 +138,11 @@ _CHECKS: dict[str, Check] = {
     "MEMFIT.PLAN.PREFER": _choice("exact", "speed"),
     "MEMFIT.PLAN.ALLOW": _tiers,
 }
-_BUDGET = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
+_PLAN = ("MEMFIT.PLAN.ENABLED", "MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
 _BATCH = ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS")
 _BEST = ("MEMFIT.BEST.METRIC", "MEMFIT.BEST.PATIENCE", "TEST.EVAL_PERIOD")
 _RELATIONS: tuple[tuple[Sequence[str], Callable[[CfgNode], Any]], ...] = (
-    *(
-        ((key, *_BUDGET), partial(_has_budget, key))
-        for key in ("MEMFIT.PLAN.ENABLED", "MEMFIT.COST_MODEL.BYTES")
-    ),
+    (_PLAN, _plan_has_budget),
     (_BEST, _patience_has_metric),
     (_BEST, _metric_is_evaluated),
 )

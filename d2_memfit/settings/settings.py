@@ -11,9 +11,8 @@ from detectron2.utils import comm
 
 from .. import compat
 from ..common.checks import check_positive_int
-from ..common.units import GB
 from ..config import budget_of_preset, with_memfit_keys, with_settings
-from ..iteration import BatchGeometry, CostModel
+from ..iteration import BatchGeometry
 from ..memory import auto_budget_gb
 from ..techniques import workers_bytes
 from .key_checks import check_arguments, check_settings
@@ -27,7 +26,7 @@ class RecoveryOptions:
     """The keys of the config's node MEMFIT.OOM, and other values that recovery needs.
 
     Args:
-        grow_after, allow_resize, last_resort, max_skipped: see the keys of these names.
+        allow_resize, last_resort: see the keys of these names.
         output_dir: folder of memfit_oom.jsonl; "" for none.
         budget_gb: MEMFIT.BUDGET_GB, for messages.
 
@@ -35,10 +34,8 @@ class RecoveryOptions:
         ConfigError: a value cannot work.
     """
 
-    grow_after: int = 1000
     allow_resize: bool = False
     last_resort: str = "raise"
-    max_skipped: float = 0.001
     output_dir: str = ""
     budget_gb: Optional[float] = None
 
@@ -128,17 +125,6 @@ class Settings:
         """Options for the counts that losses are divided by."""
         node = self.cfg.MEMFIT.NORMALIZERS
         return NormalizerOptions(**{key.lower(): value for key, value in node.items()})
-
-    @cached_property
-    def cost_model(self) -> Optional[CostModel]:
-        """The cost model of MEMFIT.COST_MODEL under MEMFIT.BUDGET_GB; None without sums."""
-        node = self.cfg.MEMFIT.COST_MODEL
-        if not node.BYTES:
-            return None
-        sums = tuple(tuple(map(float, numbers)) for numbers in node.BYTES)
-        margin = self.cfg.MEMFIT.PLAN.MARGIN or 0.0  # a plan with a cost model writes its own
-        limit_gb = self.cfg.MEMFIT.BUDGET_GB * (1 - margin) - node.ERROR_GB
-        return CostModel(sums, int(limit_gb * GB), node.OVERHEAD_PIXELS)
 
 
 def _budget(cfg: CfgNode, ranks: int, ranks_here: int) -> Optional[float]:

@@ -33,7 +33,6 @@ SPECIAL = "needs a file at {}, but a folder, link, pipe or device is there"
 
 PLAN = "plan --config-file tiny.yaml --budget 6 --device cuda"
 ESTIMATE = "estimate --config-file tiny.yaml --device cuda"
-CERTIFY = "certify --config-file tiny.yaml --coco mine val.json val"
 PREDICT = "predict --config-file run/config.yaml"
 FINDS_NOTHING = "MODEL.ROI_HEADS.SCORE_THRESH_TEST 1.0 INPUT.MIN_SIZE_TEST 32"
 EXPORT = "export --config-file run/config.yaml --input val/000.png"
@@ -91,10 +90,6 @@ ROWS = {
     f"{ESTIMATE} --html page.html": ({"page.html": MINE}, NOT_OURS.format("page.html")),
     f"{ESTIMATE} --html tiny.yaml": ({}, "tiny.yaml is the file tiny.yaml, which this comma"),
     f"{ESTIMATE} --html pipe": ({"pipe": "|"}, SPECIAL.format("pipe")),
-    # certify
-    CERTIFY: ({"certificate.pt": MINE}, NOT_OURS.format("certificate.pt")),
-    f"{CERTIFY} --output val.json": ({}, "val.json is the file val.json, which this command read"),
-    f"{CERTIFY} --output val": ({}, SPECIAL.format("val")),
     # convert
     "convert --input yolo --output yolo": (
         {"yolo/train.json": MINE},

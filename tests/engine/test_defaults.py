@@ -458,9 +458,7 @@ def test_the_trainer_uses_the_scaled_recipe(cfg):
         ("MEMFIT.BUDGET_GB", 0),
         ("MEMFIT.BUDGET_GB", "6 gigs"),
         ("MEMFIT.OOM.POLICY", "ignore"),
-        ("MEMFIT.OOM.GROW_AFTER", 0),
         ("MEMFIT.OOM.LAST_RESORT", "none"),
-        ("MEMFIT.OOM.MAX_SKIPPED", 1.5),
         ("SOLVER.IMS_PER_BATCH", 0),
     ],
 )

@@ -154,10 +154,11 @@ def test_and_on_two_ranks(two_ranks):
     torch.testing.assert_close(*results[0], rtol=0, atol=0)
 
 
-def test_if_all_images_are_skipped_there_is_no_gradient():
+def test_if_all_images_are_skipped_there_is_no_gradient(monkeypatch):
+    monkeypatch.setattr("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 1.0)
     model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    recovery = RecoveryOptions(last_resort="skip", max_skipped=1.0)
+    recovery = RecoveryOptions(last_resort="skip")
     trainer = FailingTrainer(model, (), optimizer, recovery=recovery, fails=lambda ids: True)
     with EventStorage():
         assert trainer.accumulate(images(2)) == {}

@@ -113,6 +113,9 @@ FAILS_IN_ITERATIONS_1_AND_3 = """
 import os, signal, torch
 from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.engine.attempts import attempts as recovery
+from d2_memfit.engine.window import cutter
+
+cutter.GROW_AFTER = 1
 
 def fails(self, micro_batch, forward=AccumulatingTrainer._forward):
     if self.iter in (1, 3) and micro_batch.num_images > 1:
@@ -136,7 +139,6 @@ def test_a_run_that_was_killed_in_a_recovery_is_resumed(cfg, coins, tmp_path):
     cfg.SOLVER.MAX_ITER = 6
     cfg.SOLVER.CHECKPOINT_PERIOD = 2
     cfg.DATASETS.TEST = ()
-    cfg.MEMFIT.OOM.GROW_AFTER = 1
     code = FAILS_IN_ITERATIONS_1_AND_3
     killed = train_net(cfg, coins, tmp_path, code=code + IS_KILLED_IN_ITERATION_3)
     assert killed.returncode == -signal.SIGKILL

@@ -2,6 +2,7 @@
 """Ranks of which one runs out of memory: none hangs, and all agree."""
 
 import random
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -171,9 +172,10 @@ def test_another_number_of_ranks_resumes_the_smallest(two_ranks):
     assert resume_on_one(state) == 1
 
 
+@patch("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 1.0)
 def train_without_images_on_one_rank(rank):
     model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
-    options = RecoveryOptions(last_resort="skip", max_skipped=1.0)
+    options = RecoveryOptions(last_resort="skip")
     loader = [images_of(i, rank, 2) for i in range(2)]
     trainer = InjectedTrainer(model, loader, sgd(model), recovery=options)
     trainer.injector = Injector(range(10**6) if rank == 1 else [])

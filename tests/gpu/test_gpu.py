@@ -38,7 +38,6 @@ from d2_memfit.config import with_settings
 from d2_memfit.engine.attempts import recovering_inference
 from d2_memfit.engine.hooks import LeakDetector, MemoryMonitor, MemorySnapshot
 from d2_memfit.errors import ConfigError
-from d2_memfit.iteration import CostModel
 from d2_memfit.job import WorstCase
 from d2_memfit.measure import calibration, outside
 from d2_memfit.measure.calibration import calibrate
@@ -324,19 +323,6 @@ def test_micro_batches_of_3_3_and_2_images_give_the_steps_of_8(precision, device
     moved = relative_difference(results[0], parameters(tiny_model(cfg)))
     tolerance = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}[precision]
     assert relative_difference(results[1], results[0]) < tolerance * moved
-
-
-def test_a_window_cut_by_bytes_gives_the_steps_of_the_whole(device, full_float32):
-    cfg = every_anchor_counts(tiny_cfg("proposal_network", device=device))
-    by_pixels = CostModel(((0.0, 0.0, 1.0, 0.0, 0.0, 0.0),), limit_bytes=3 * 64 * 64)
-    results = []
-    for cost_model in (None, by_pixels):
-        model = tiny_model(cfg)
-        trainer = InjectedTrainer(model, batches(), sgd(model), cost_model=cost_model)
-        results.append(trained(trainer))
-    assert sorted(trainer.window_sizes) == [2, 3, 3]
-    moved = relative_difference(results[0], parameters(tiny_model(cfg)))
-    assert relative_difference(results[1], results[0]) < 1e-3 * moved
 
 
 def test_four_micro_batches_take_the_memory_of_one(device):

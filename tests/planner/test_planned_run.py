@@ -11,7 +11,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError, MemfitError
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import planned_run
-from d2_memfit.settings import Settings, settings
+from d2_memfit.settings import settings
 
 pytestmark = pytest.mark.slow
 
@@ -61,15 +61,6 @@ def test_a_file_of_the_user_with_the_name_of_a_plan_stays(cfg, tmp_path):
     with pytest.raises(ConfigError, match=r"memfit_plan\.yaml exists, but d2_memfit did not write"):
         fit_config(cfg)
     assert file.read_text() == "mine"
-
-
-def test_a_plan_has_a_cost_model_where_a_key_says_so(cfg, tmp_path):
-    cfg.MEMFIT.BUDGET_GB = process_memory().data_bytes / GB + 20
-    cfg.MEMFIT.MICRO_BATCH = 1
-    cfg.MEMFIT.PLAN.COST_MODEL = True
-    planned = fit_config(cfg)
-    assert Settings.from_cfg(planned, 1).cost_model.limit_bytes < planned.MEMFIT.BUDGET_GB * GB
-    assert load_cfg(str(tmp_path / "output" / "memfit_plan.yaml")).dump() == planned.dump()
 
 
 def test_a_preset_is_a_budget(cfg):

@@ -34,6 +34,7 @@ def of_lazy(**train):
 
 
 STEPS, SIZE = "must be a positive integer, got 0", "must be a positive integer, got 1.5"
+POLICY = "must be 'raise' or 'split', got 'wait'"
 WAYS = {
     "yacs": (
         lambda: of_cfg(SOLVER__ACCUMULATION_STEPS=0, MEMFIT__MICRO_BATCH=1.5),
@@ -52,23 +53,26 @@ WAYS = {
         [f"accumulation_steps {STEPS}", f"micro_batch_size {SIZE}"],
     ),
     "nodes of a LazyConfig": (
-        lambda: of_lazy(oom={"grow_after": 0}, memfit={"heads": {"chunk_size": 1.5}}),
-        [f"train.oom.grow_after {STEPS}", f"train.memfit.heads.chunk_size {SIZE}"],
+        lambda: of_lazy(oom={"policy": "wait"}, memfit={"heads": {"chunk_size": 1.5}}),
+        [f"train.oom.policy {POLICY}", f"train.memfit.heads.chunk_size {SIZE}"],
     ),
     "nodes of a Job": (
-        lambda: pieces(memfit={"oom": {"grow_after": 0}, "monitor": {"leak_window": 3}}),
+        lambda: pieces(memfit={"oom": {"policy": "wait"}, "monitor": {"leak_window": 3}}),
         [
-            f"memfit.oom.grow_after {STEPS}",
+            f"memfit.oom.policy {POLICY}",
             "memfit.monitor.leak_window must be an integer of at least 40, got 3",
         ],
     ),
     "an unknown key of a Job": (
-        lambda: pieces(memfit={"oom": {"grow_afer": 1}}),
-        ["there is no config key memfit.oom.grow_afer (did you mean memfit.oom.grow_after"],
+        lambda: pieces(memfit={"oom": {"last_resor": "skip"}}),
+        ["there is no config key memfit.oom.last_resor (did you mean memfit.oom.last_resort"],
     ),
     "options": (
-        lambda: RecoveryOptions(grow_after=0, last_resort="wait"),
-        [f"grow_after {STEPS}", "last_resort must be 'raise' or 'skip', got 'wait'"],
+        lambda: RecoveryOptions(allow_resize=0, last_resort="x"),
+        [
+            "allow_resize must be True or False, got 0",
+            "last_resort must be 'raise' or 'skip', got 'x'",
+        ],
     ),
     "one value": (lambda: trainer(ema_decay=1.0), ["ema_decay must be a number above 0 and below"]),
     "images of pieces": (
@@ -144,16 +148,16 @@ def test_a_wrong_value_hides_only_what_depends_on_it():
 def test_what_is_parsed_has_types_and_is_made_once():
     cfg = tiny_cfg()
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = 4, 3
-    cfg.MEMFIT.OOM.POLICY, cfg.MEMFIT.OOM.GROW_AFTER = "split", 7
+    cfg.MEMFIT.OOM.POLICY, cfg.MEMFIT.OOM.LAST_RESORT = "split", "skip"
     cfg.MEMFIT.NORMALIZERS.LOSSES = [["loss_mask*", "objects"], ["loss_total", "sum"]]
     job = Job.from_cfg(cfg, 2)
     assert (job.geometry.images_per_batch, job.geometry.window) == (2, 6)
-    assert job.recovery.grow_after == 7
+    assert job.recovery.last_resort == "skip"
     assert list(job.normalizers.losses[1]) == ["loss_total", "sum"]
     assert job.geometry is job.settings.geometry is job.geometry
     assert not cfg.is_frozen()
     other = job.with_settings({"MEMFIT.OOM.POLICY": "raise"})
-    assert (other.recovery, job.recovery.grow_after) == (None, 7)
+    assert (other.recovery, job.recovery.last_resort) == (None, "skip")
 
 
 def test_settings_share_what_is_the_same_and_change_nothing():

@@ -290,12 +290,7 @@ FILES = {
         (["MEMFIT.BUDGET_GB", 0], "MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6"),
         (["MEMFIT.BUDGET_GB", "six"], "MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6"),
         (["MEMFIT.OOM.POLICY", "never"], "MEMFIT.OOM.POLICY must be 'raise' or 'split', got 'nev"),
-        (["MEMFIT.OOM.GROW_AFTER", 0], "MEMFIT.OOM.GROW_AFTER must be a positive integer, got 0"),
         (["MEMFIT.OOM.LAST_RESORT", "x"], "MEMFIT.OOM.LAST_RESORT must be 'raise' or 'skip', got"),
-        (
-            ["MEMFIT.OOM.MAX_SKIPPED", 2.0],
-            "MEMFIT.OOM.MAX_SKIPPED must be a number from 0 to 1, got 2.0",
-        ),
         (["MEMFIT.OOM.ALLOW_RESIZE", "x"], "MEMFIT.OOM.ALLOW_RESIZE must be of type bool, got x"),
         (["MEMFIT.OPTIMIZER.ZERO", True], "MEMFIT.OPTIMIZER.ZERO shares optimizer states"),
         (["MEMFIT.MATCHING.CHUNK_SIZE", 0], "MEMFIT.MATCHING.CHUNK_SIZE must be a positive"),

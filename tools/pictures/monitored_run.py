@@ -17,6 +17,7 @@ from detectron2.engine.hooks import PeriodicWriter
 
 from d2_memfit import MemfitTrainer
 from d2_memfit.config import load_cfg
+from d2_memfit.engine.window import cutter
 
 CONFIG = Path(__file__).resolve().parents[2] / "projects" / "Coins/configs/mask_rcnn_coins.yaml"
 IMAGES = 32
@@ -35,6 +36,7 @@ def train(folder: Path) -> None:
     """Train into ``folder``/run, with the photographs of ``folder``/coins."""
     os.chdir(folder)  # so that the page has short names of images
     register_coco_instances("coins_train", {}, "coins/train.json", "coins/train")
+    cutter.GROW_AFTER = 4
     options = {
         "SOLVER.IMS_PER_BATCH": IMAGES,
         "SOLVER.ACCUMULATION_STEPS": 1,
@@ -44,7 +46,6 @@ def train(folder: Path) -> None:
         "MODEL.DEVICE": "cpu",
         "MEMFIT.BUDGET_GB": BUDGET_GB,
         "MEMFIT.OOM.POLICY": "split",
-        "MEMFIT.OOM.GROW_AFTER": 4,
         "MEMFIT.MONITOR.PERIOD": 1,
         "MEMFIT.MONITOR.SNAPSHOT_ITER": ITERATIONS - 1,
         "OUTPUT_DIR": "run",

@@ -132,5 +132,5 @@ class _Smaller(Retries):
         self._failed_alone = piece.image
         self._window.put_back()
         if piece.can_be_split:
-            self._cutter.lower(piece, self._window)
+            self._cutter.lower(piece)
         return ""

@@ -18,7 +18,6 @@ from torch import nn
 from ... import compat
 from ...common.units import GB
 from ...errors import START_HERE, OutOfMemoryError
-from ...iteration import Padding
 from ...job import size_of
 from ...memory import device_memory, error_line, is_out_of_memory
 from ...settings import RecoveryOptions
@@ -203,7 +202,15 @@ def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
 def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
     """Height and width, in pixels, to which the model pads a micro-batch's images."""
     height, width = size_of(_images(data))
-    return Padding.from_model(model).size(height, width) if height else None
+    if not height:
+        return None
+    divisors, squares = [1], [0]
+    for module in model.modules():
+        constraints = getattr(module, "padding_constraints", None) or {}
+        divisors.append(getattr(module, "size_divisibility", 0))
+        squares.append(constraints.get("square_size", 0))
+    square, d = max(squares), max(divisors)
+    return (square, square) if square else (-(-height // d) * d, -(-width // d) * d)
 
 
 def _describe(image: dict[str, Any]) -> dict[str, Any]:

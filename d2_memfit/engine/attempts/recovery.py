@@ -26,6 +26,8 @@ __all__ = ["Recovery", "RecoveryReport", "WindowRetries"]
 logger = logging.getLogger(__name__)
 
 _MOST_RISES = 3  # in a row; a single one may be chance
+# Share of all images seen that may be skipped, rounded up to a whole image.
+MAX_SKIPPED = 0.001
 
 
 @dataclass
@@ -110,10 +112,11 @@ class Recovery:
                 "memfit/retried_images": self.retried_images,
             },
         )
-        if self.skipped_images > math.ceil(self.options.max_skipped * self._seen_images):
+        if self.skipped_images > math.ceil(MAX_SKIPPED * self._seen_images):
             raise OutOfMemoryError(
                 f"{self.skipped_images} of {self._seen_images} images did not fit and were "
-                f"skipped, more than MEMFIT.OOM.MAX_SKIPPED {self.options.max_skipped} allows"
+                f"skipped, more than the allowed share of {MAX_SKIPPED}. Lower "
+                "INPUT.MAX_SIZE_TRAIN, or set MEMFIT.OOM.ALLOW_RESIZE True"
             )
 
     def state_dict(self, learned: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
@@ -224,8 +227,7 @@ class WindowRetries(Retries):
         if not self._recovery.may_recover():
             action = RAISE
         elif piece.can_be_split:
-            smaller = self._recovery.cutter.lower(piece, self._window)
-            action = f"{smaller} and its images are run again"
+            action = f"{self._recovery.cutter.lower(piece)} and its images are run again"
         else:
             action = self._escalation.next_action(piece, self._window)
         report.oom_events += 1

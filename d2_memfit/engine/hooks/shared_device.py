@@ -54,8 +54,8 @@ class MakeRoom(MemoryHook):
     On a GPU that a desktop shares, other programs take memory while training runs. Every few
     iterations, the hook adds the device's free memory and that of this process. It compares the sum
     with the most that micro-batches of this size have taken. The driver's counter is read, so
-    nothing waits for the device. The micro-batch grows back as after an out-of-memory error, after
-    MEMFIT.OOM.GROW_AFTER iterations. On the CPU, the memory is RAM, within the limits of cgroups.
+    nothing waits for the device. The micro-batch grows back as after an out-of-memory error. On the
+    CPU, the memory is RAM, within the limits of cgroups.
 
     Register it on each rank. It needs an ``AccumulatingTrainer`` with recovery.
     """

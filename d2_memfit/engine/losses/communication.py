@@ -8,7 +8,7 @@ from detectron2.utils import comm
 
 from ...counts import Collective
 from ...errors import ConfigError
-from ..window import ByteCutter, Cutter
+from ..window import Cutter
 
 __all__ = ["Communication", "CommunicationError", "Spared"]
 
@@ -29,7 +29,7 @@ class Communication:
     Args:
         may_retry: whether a rank may run its images again.
         cutter: cuts the trainer's windows. With MEMFIT.MICRO_BATCH, ranks continue without retries,
-            in micro-batches of that size. With a cost model, ranks have different micro-batches.
+            in micro-batches of that size.
 
     Attributes:
         found: the first collective that was seen, as text; "" if there was none.
@@ -41,7 +41,6 @@ class Communication:
         self.known = ""
         self._may_retry = may_retry
         self._cutter = cutter
-        self._cuts_by_bytes = isinstance(cutter, ByteCutter)
         self._is_alone = comm.get_world_size() == 1  # a forward may be told otherwise
 
     @property
@@ -58,7 +57,7 @@ class Communication:
         """
         if self._is_alone:
             return self.note(call)
-        if not self.known and (self._may_retry or self._cuts_by_bytes):
+        if not self.known and self._may_retry:
             raise CommunicationError(str(call))
         self.found = self.found or str(call)
         return False  # the other ranks make the same call
@@ -83,11 +82,6 @@ class Communication:
         Raises:
             ConfigError: the model cannot be trained with these options.
         """
-        if self._cuts_by_bytes:
-            raise ConfigError(
-                "MEMFIT.COST_MODEL.BYTES cuts the images of each rank alone, and the model "
-                f"communicates in its forward, {found}. Train without it"
-            )
         if self._may_retry and not self._cutter.is_configured:
             raise ConfigError(
                 f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {found} "

@@ -9,17 +9,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Optional
 
 import torch
 from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
-from detectron2.utils.env import seed_all_rng
 from torch.utils.data import DataLoader
 
 from ... import compat
 from ...common.random_state import RandomState
-from ...common.side_work import unchanged_random_state
 from ...compat.pytorch import workers_of
 from .loader_worker import Layout, Rest, RestOfStream, ResumedImages, WithStates
 from .signals import signals_held_back
@@ -102,42 +100,6 @@ class ResumableBatches(Iterator[Any]):
     def __next__(self) -> Any:
         iter(self)
         return next(self._batches)
-
-    def first_indices(self, rank: int, ranks: int, batches: int) -> torch.Tensor:
-        """Indices in the dataset of the first batches of a rank, from the start of the stream.
-
-        Args:
-            ranks: number of ranks, whatever it is in this process.
-            batches: number of batches; of single images if they are grouped.
-
-        Returns:
-            Tensor: of int64, shape ``(batches, images of a batch)``.
-        """
-        places = replace(self._layout, ranks=ranks).places(rank, batches)
-        stream = islice(compat.endless_indices(self._sampler), int(places.max()) + 1)
-        return torch.tensor(list(stream))[places]
-
-    def first_state(self, ranks: int, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """A state to load before the first batch of a run.
-
-        Args:
-            seed: of the random numbers of all workers.
-
-        Returns:
-            The arguments of :meth:`load_state_dict`: the stream, and the states of all ranks.
-        """
-        stream = self.stream()
-        stream["layout"]["ranks"] = ranks
-        states = []
-        with unchanged_random_state():
-            for rank in range(ranks):
-                workers = []
-                for worker in range(self.num_workers):
-                    seed_all_rng((seed + rank * self.num_workers + worker) % 2**31)
-                    workers.append(RandomState().state_dict())
-                seeds = torch.get_rng_state()
-                states.append({"batches": 0, "workers": workers, "seeds": seeds, "waiting": []})
-        return stream, states
 
     def has_killed_worker(self) -> bool:
         """Whether a worker was ended with SIGKILL, as by the kernel when RAM is full."""

@@ -3,6 +3,5 @@
 
 from .columns import *
 from .cutter import *
-from .quickest_cuts import *
 from .storage import *
 from .window import *

@@ -3,7 +3,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
@@ -100,16 +100,6 @@ class Window:
         while (data := self._next_batch()) is not None:
             loaded.append(data)
         self._waiting = deque(loaded)
-
-    def cut(self, into: Callable[[list[Any]], list[list[Any]]]) -> None:
-        """Load the rest of the window, and cut it into the micro-batches that ``into`` makes.
-
-        Raises:
-            ConfigError: the loader's batches cannot be cut.
-        """
-        self.load_all()
-        images = [image for data in self._waiting for image in _cuttable(data)]
-        self._waiting = deque(into(images) if images else [])
 
     @property
     def images_waiting(self) -> list[Any]:
@@ -268,7 +258,7 @@ def _cuttable(data: Any) -> list[Any]:
     images = images_of(data)
     if images is None:
         raise ConfigError(
-            "MEMFIT.MICRO_BATCH and MEMFIT.COST_MODEL need a data loader that gives lists of "
+            "micro-batches of MEMFIT.MICRO_BATCH images need a data loader that gives lists of "
             f"dataset dicts, and this one gives a {type(data).__name__}"
         )
     return images

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """The search for the plan that changes least and is fastest."""
 
-from .cost_fit import *
 from .plan import *
 from .search import *
 from .selective import *

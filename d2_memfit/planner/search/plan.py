@@ -72,7 +72,6 @@ class Plan:
         evaluation_decides: whether evaluation takes more of the device than training.
         left_out: techniques with which the job does not run, and why; a line each.
         other: the exact plan that fits, if a faster one was asked for.
-        cost_model: one line about the cost model that cuts windows; "" without one.
     """
 
     budget_gb: float
@@ -90,7 +89,6 @@ class Plan:
     evaluation_decides: bool = False
     left_out: tuple[str, ...] = ()
     other: Optional[OtherPlan] = None
-    cost_model: str = ""
 
     @property
     def predicted_gb(self) -> list[float]:

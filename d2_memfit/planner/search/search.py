@@ -29,7 +29,6 @@ from ..estimates import (
     margin_of,
     objects_that_fit,
 )
-from .cost_fit import with_cost_model
 from .fastest import Fastest
 from .plan import OtherPlan, Plan, PlanStep
 from .trials import Choice, Trials, choice_of
@@ -61,7 +60,6 @@ def plan_memory(
     image_size: Optional[Size] = None,
     num_instances: Optional[int] = None,
     evaluates: bool = True,
-    cost_model: bool = False,
     prefer: str = "exact",
     counts_objects: bool = False,
 ) -> Plan:
@@ -76,7 +74,6 @@ def plan_memory(
         progress: called with a line for each dry run.
         cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates: as for
             :func:`~d2_memfit.planner.estimate_memory`.
-        cost_model: whether windows are cut by predicted bytes, if they must be cut.
         prefer: "exact", or "speed" for the plan that is predicted to be the fastest with the tiers
             "exact" and "precision".
         counts_objects: whether to find the most objects with which the planned job fits.
@@ -102,8 +99,7 @@ def plan_memory(
         device = as_in_runs(job, device, under_budget=True)
     planner = Planner(job, device, job_class(probe, device), evaluates, progress)
     tiers = [tier for tier in TIERS if tier in allow]
-    plan = planner.plan(budget_gb, tiers, prefer, counts_objects and not probe)
-    return with_cost_model(plan, job, device, allow, progress) if cost_model else plan
+    return planner.plan(budget_gb, tiers, prefer, counts_objects and not probe)
 
 
 def _has_card_of(budget_gb: float) -> bool:

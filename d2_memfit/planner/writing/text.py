@@ -175,8 +175,6 @@ def describe_plan(plan: Plan) -> str:
         lines += ["", _other(plan.other)]
     if plan.left_out:
         lines += ["", *plan.left_out]
-    if plan.cost_model:
-        lines += ["", plan.cost_model]
     e = plan.estimate
     lines += [
         "",

@@ -89,7 +89,8 @@ class CountingModel(torch.nn.Module):
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_image_counts_once(phase, seed):
+def test_every_image_counts_once(phase, seed, monkeypatch):
+    monkeypatch.setattr("d2_memfit.engine.window.cutter.GROW_AFTER", 1)
     rng = torch.Generator().manual_seed(seed)
 
     def fails(names):
@@ -101,7 +102,7 @@ def test_every_image_counts_once(phase, seed):
         [[{"image_id": 6 * b + i} for i in range(6)] for b in range(8)],
         torch.optim.SGD(model.parameters(), lr=1.0),
         accumulation_steps=4,
-        recovery=RecoveryOptions(grow_after=1),
+        recovery=RecoveryOptions(),
         fails=fails,
     )
     trainer.phase = phase
@@ -333,13 +334,14 @@ def test_an_image_that_is_skipped_leaves_the_mean_over_the_others(phase, log):
     assert "it is skipped" in log.text
 
 
-def test_an_iteration_of_skipped_images_makes_no_step(log):
+def test_an_iteration_of_skipped_images_makes_no_step(monkeypatch, log):
+    monkeypatch.setattr("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 0.5)
     model = CountingModel(2)
     trainer = FailingTrainer(
         model,
         [[{"image_id": 0}], [{"image_id": 1}]],
         torch.optim.SGD(model.parameters(), lr=1.0),
-        recovery=RecoveryOptions(last_resort="skip", max_skipped=0.5),
+        recovery=RecoveryOptions(last_resort="skip"),
         fails=FailsTimes(0, 99),
     )
     iterate(trainer, 2)
@@ -349,24 +351,25 @@ def test_an_iteration_of_skipped_images_makes_no_step(log):
 
 def test_too_many_skipped_images_end_the_run():
     trainer = failing(lambda names: True, 1, CountingModel(6), 3, last_resort="skip")
-    with pytest.raises(OutOfMemoryError, match=r"2 of 2 images.*MAX_SKIPPED 0.001"):
+    with pytest.raises(OutOfMemoryError, match=r"2 of 2 images.*share of 0.001"):
         iterate(trainer, 3)
 
 
-def test_the_size_grows_back_and_is_kept_in_checkpoints():
+def test_the_size_grows_back_and_is_kept_in_checkpoints(monkeypatch):
+    monkeypatch.setattr("d2_memfit.engine.window.cutter.GROW_AFTER", 2)
     fails_at = {2, 4}
 
     def fails(names):
         return trainer.iter in fails_at and len(names) > 1
 
-    trainer = failing(fails, 1, CountingModel(100), 20, grow_after=2)
+    trainer = failing(fails, 1, CountingModel(100), 20)
     sizes = iterate(trainer, 10).history("memfit/micro_batch").values()
     # Halved in iterations 2 and 4; after two clean iterations each it is 2 again.
     assert [int(v) for v, _ in sizes] == [2, 2, 1, 1, 1, 2, 2, 2, 2, 2]
 
     fails_at.add(10)
     iterate(trainer, 1, first=10)
-    resumed = failing(lambda names: False, 1, CountingModel(100), 20, grow_after=2)
+    resumed = failing(lambda names: False, 1, CountingModel(100), 20)
     resumed.load_state_dict(trainer.state_dict())
     storage = iterate(resumed, 3, first=11)
     assert [int(v) for v, _ in storage.history("memfit/micro_batch").values()] == [1, 1, 2]
@@ -496,13 +499,15 @@ def test_a_batch_that_cannot_be_cut_is_not_halved_for_the_allocator(monkeypatch)
     assert recovery.oom_events == 0
 
 
-def test_a_batch_of_an_unknown_kind_can_be_skipped():
+def test_a_batch_of_an_unknown_kind_can_be_skipped(monkeypatch):
+    monkeypatch.setattr("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 1.0)
+
     class NeverFits(CountingModel):
         def forward(self, batch):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = NeverFits(2)
-    options = RecoveryOptions(last_resort="skip", max_skipped=1.0)
+    options = RecoveryOptions(last_resort="skip")
     trainer = AccumulatingTrainer(model, [[torch.ones(4)]], sgd(model), recovery=options)
     iterate(trainer)
     assert trainer.recovery.skipped_images == 1
@@ -597,9 +602,7 @@ def test_recoveries_leave_no_memory_behind():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"GROW_AFTER": 0}, "MEMFIT.OOM.GROW_AFTER must be a positive integer, got 0"),
         ({"LAST_RESORT": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
-        ({"MAX_SKIPPED": 2}, "MAX_SKIPPED must be a number from 0 to 1, got 2"),
         ({"ALLOW_RESIZE": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
         ({"POLICY": ["split"]}, "MEMFIT.OOM.POLICY must be"),
         ("split", "MEMFIT.OOM must be a node with keys, got 'split'"),

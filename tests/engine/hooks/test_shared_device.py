@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from tiny import images, tiny_cfg
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.hooks import job_hooks
 from d2_memfit.engine.hooks.shared_device import MakeRoom
-from d2_memfit.iteration import CostModel
 from d2_memfit.job import Job
 from d2_memfit.memory import host
 from d2_memfit.settings import RecoveryOptions
@@ -30,7 +30,7 @@ class Limits(HookBase):
 
     def __init__(self, folder, limits):
         self._folder, self._limits = folder, limits
-        self.sizes, self.limits = [], []
+        self.sizes = []
         self.write(4 * GB)
 
     def write(self, free):
@@ -39,7 +39,6 @@ class Limits(HookBase):
 
     def after_step(self):
         self.sizes.append(self.trainer.cutter.images)
-        self.limits.append(getattr(self.trainer.cutter, "limit_bytes", 0) / GB)
         if self.trainer.iter in self._limits:
             self.write(self._limits[self.trainer.iter])
 
@@ -50,16 +49,17 @@ def train(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
     (tmp_path / "own").write_text("0::/\n")
 
-    def run(limits, iterations=40, grow_after=8, get="sizes", **options):
+    def run(limits, iterations=40):
         batches = itertools.repeat([{"image": torch.ones(3, 8, 8)}] * 8)
         model = Model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        recovery = RecoveryOptions(grow_after=grow_after)
-        trainer = AccumulatingTrainer(model, batches, optimizer, recovery=recovery, **options)
+        monkeypatch.setattr("d2_memfit.engine.window.cutter.GROW_AFTER", 8)
+        recovery = RecoveryOptions()
+        trainer = AccumulatingTrainer(model, batches, optimizer, recovery=recovery)
         hook = Limits(tmp_path, limits)
         trainer.register_hooks([MakeRoom(), hook])
         trainer.train(0, iterations)
-        return getattr(hook, get)
+        return hook.sizes
 
     return run
 
@@ -70,11 +70,6 @@ class Model(Linear):
 
     def forward(self, batch):
         return super().forward(torch.stack([image["image"] for image in batch]))
-
-
-def cost_model(base, room):
-    """A byte for each of an image's 64 pixels."""
-    return CostModel(((base, 0, 1.0, 0, 0, 0),), base + room)
 
 
 class LowersOwnLimit(HookBase):
@@ -93,11 +88,12 @@ class LowersOwnLimit(HookBase):
             (self._folder / "memory.limit_in_bytes").write_text(str(6 * GB))
 
 
+@patch("d2_memfit.engine.window.cutter.GROW_AFTER", 10)
 def train_in_a_cgroup(folder):
     (folder / "memory.limit_in_bytes").write_text(str(6 * GB))
     (folder / "cgroup.procs").write_text(str(os.getpid()))
     batches = itertools.repeat(images(8, 0, size=256, num_instances=3))
-    trainer = make_trainer(batches, recovery=RecoveryOptions(grow_after=10))
+    trainer = make_trainer(batches, recovery=RecoveryOptions())
     hook = LowersOwnLimit(folder)
     trainer.register_hooks([MakeRoom(), hook])
     trainer.train(0, 30)
@@ -146,25 +142,6 @@ def test_a_size_that_has_grown_into_memory_that_is_taken_is_halved_once(train, l
     sizes = train({11: 2**20, 15: 4 * GB, 21: 2**20}, iterations=24)
     assert sizes[14:] == [4] * 10
     assert len(warnings(log)) == 2
-
-
-@pytest.mark.parametrize("loss_fn", [None, lambda model, batch: model(batch=batch)])
-@pytest.mark.parametrize("base", [0, 2 * GB])
-def test_a_limit_in_bytes_is_halved_and_grows_back(base, loss_fn, train, log):
-    options = {"cost_model": cost_model(base, 8 * 64), "loss_fn": loss_fn}
-    limits = train({11: 2**20, 16: 4 * GB}, get="limits", **options)
-    assert limits[:14] == [(base + 8 * 64) / GB] * 14
-    assert limits[14] == pytest.approx((base + 4 * 64) / GB, abs=2 / GB)
-    assert limits[-1] == limits[0]
-    assert len(warnings(log)) == 1
-    assert f"the micro-batch grows to {limits[-1]:.2f} GB" in log.text
-
-
-@pytest.mark.slow
-def test_micro_batches_of_one_image_are_not_halved(train, log):
-    limits = train({11: 2**20}, get="limits", cost_model=cost_model(2 * GB, 65))
-    assert set(limits) == {(2 * GB + 65) / GB}
-    assert not warnings(log)
 
 
 def test_nothing_is_said_while_there_is_room(train, log):

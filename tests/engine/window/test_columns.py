@@ -160,7 +160,9 @@ def test_recovery_splits_them(phase):
     assert model.weight.item() == -(0 + 1 + 4 + 9) / 4
 
 
-def test_recovery_skips_one_image_of_them():
+def test_recovery_skips_one_image_of_them(monkeypatch):
+    monkeypatch.setattr("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 0.5)
+
     class OneNeverFits(Products):
         def forward(self, batch):
             if any(target["image_id"] == 2 for target in batch[1]):
@@ -168,7 +170,7 @@ def test_recovery_skips_one_image_of_them():
             return super().forward(batch)
 
     model = OneNeverFits()
-    options = RecoveryOptions(last_resort="skip", max_skipped=0.5)
+    options = RecoveryOptions(last_resort="skip")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     trainer = AccumulatingTrainer(
         model, [columns("lists", 0, 1, 2, 3)], optimizer, recovery=options

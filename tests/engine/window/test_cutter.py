@@ -4,6 +4,15 @@ import pytest
 from d2_memfit.engine.window import Cutter, MicroBatch
 
 
+@pytest.fixture
+def cutter(monkeypatch):
+    def make(configured, grow_after):
+        monkeypatch.setattr("d2_memfit.engine.window.cutter.GROW_AFTER", grow_after)
+        return Cutter(configured)
+
+    return make
+
+
 def clean(size, num):
     """So many clean iterations; those after which the size grew."""
     return [i for i in range(1, num + 1) if size.end_iteration(clean=True)]
@@ -20,30 +29,30 @@ def fail(size, num_images):
     size.end_iteration(clean=False)
 
 
-def test_it_is_halved_down_to_one():
-    size = Cutter(None, grow_after=10)
+def test_it_is_halved_down_to_one(cutter):
+    size = cutter(None, grow_after=10)
     assert size.images is None
     assert [halve(size, n) for n in (8, 4, 2)] == [4, 2, 1]
-    assert halve(Cutter(7, 10), 7) == 3
+    assert halve(cutter(7, grow_after=10), 7) == 3
 
 
-def test_it_grows_back_to_what_is_configured_and_not_beyond():
-    size = Cutter(6, grow_after=3)
+def test_it_grows_back_to_what_is_configured_and_not_beyond(cutter):
+    size = cutter(6, grow_after=3)
     fail(size, 6)
     fail(size, 3)
     assert clean(size, 20) == [3, 6, 9]
     assert size.images == 6
 
 
-def test_without_a_configured_size_it_grows_back_to_the_loaders_batch():
-    size = Cutter(None, grow_after=2)
+def test_without_a_configured_size_it_grows_back_to_the_loaders_batch(cutter):
+    size = cutter(None, grow_after=2)
     fail(size, 4)
     assert clean(size, 10) == [2]
     assert size.images is None
 
 
-def test_a_size_that_fails_again_and_again_waits_twice_as_long_each_time():
-    size = Cutter(2, grow_after=3)
+def test_a_size_that_fails_again_and_again_waits_twice_as_long_each_time(cutter):
+    size = cutter(2, grow_after=3)
     waits = []
     for _ in range(5):
         fail(size, 2)
@@ -51,8 +60,8 @@ def test_a_size_that_fails_again_and_again_waits_twice_as_long_each_time():
     assert waits == [3, 3, 6, 12, 24]
 
 
-def test_a_size_that_has_held_is_trusted_again():
-    size = Cutter(2, grow_after=3)
+def test_a_size_that_has_held_is_trusted_again(cutter):
+    size = cutter(2, grow_after=3)
     for _ in range(3):
         fail(size, 2)
         next(i for i in range(1, 100) if size.end_iteration(clean=True))
@@ -61,8 +70,8 @@ def test_a_size_that_has_held_is_trusted_again():
     assert clean(size, 100) == [3]
 
 
-def test_a_failure_starts_the_wait_anew():
-    size = Cutter(4, grow_after=5)
+def test_a_failure_starts_the_wait_anew(cutter):
+    size = cutter(4, grow_after=5)
     fail(size, 4)
     clean(size, 4)
     fail(size, 2)
@@ -70,40 +79,27 @@ def test_a_failure_starts_the_wait_anew():
     assert size.images == 2
 
 
-def test_its_state_goes_on_where_it_was():
-    size = Cutter(8, grow_after=5)
+def test_its_state_goes_on_where_it_was(cutter):
+    size = cutter(8, grow_after=5)
     fail(size, 8)
     clean(size, 2)
-    resumed = Cutter(8, grow_after=5)
+    resumed = cutter(8, grow_after=5)
     resumed.load_state_dict(size.state_dict())
     assert clean(resumed, 3) == [3]
     assert resumed.images == 8
 
 
-def test_what_was_configured_then_is_not_taken_for_learned():
+def test_what_was_configured_then_is_not_taken_for_learned(cutter):
     for configured in (8, None):
-        resumed = Cutter(configured, grow_after=5)
-        resumed.load_state_dict(Cutter(2, grow_after=5).state_dict())
+        resumed = cutter(configured, grow_after=5)
+        resumed.load_state_dict(cutter(2, grow_after=5).state_dict())
         assert resumed.images == configured
 
 
-def test_a_smaller_size_that_is_configured_since_counts():
-    size = Cutter(8, grow_after=5)
+def test_a_smaller_size_that_is_configured_since_counts(cutter):
+    size = cutter(8, grow_after=5)
     fail(size, 8)
-    resumed = Cutter(2, grow_after=5)
+    resumed = cutter(2, grow_after=5)
     resumed.load_state_dict(size.state_dict())
     assert resumed.images == 2
     assert clean(resumed, 20) == []
-
-
-@pytest.mark.parametrize("unit", [{}, {"unit": "images"}, {"unit": "bytes"}])
-def test_states_of_older_checkpoints_are_read_by_their_unit(unit):
-    """Without a unit, they are numbers of images."""
-    learned = {"_full": 8, "_clean_iterations": 1, "_failed_growths": 2, "_has_just_grown": True}
-    old = {"images": 2, **learned, **unit}
-    size = Cutter(None, grow_after=5)
-    size.load_state_dict(old)
-    if "bytes" in unit.values():
-        assert size.state_dict() == Cutter(None, grow_after=5).state_dict()
-    else:
-        assert size.state_dict() == {"images": 2, **learned}
