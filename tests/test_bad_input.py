@@ -17,11 +17,9 @@ import train_net
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from forks import run_forked
 from PIL import Image
-from small_datasets import box_row, coco_of, save_image, write_voc, write_yolo
 from tiny import ROOT, run_process, tiny_cfg
 
 from d2_memfit.cli import train
-from d2_memfit.cli.commands import main
 
 pytestmark = pytest.mark.slow
 
@@ -413,6 +411,10 @@ IMAGES = {
 
 # Keys and options, and what is said of them.
 OPTIONS = {
+    "--hold-out 0": "--hold-out 0 of 2 images leaves a part without images: name a share between",
+    "--hold-out 0.4": "--hold-out 0.4 of 2 images leaves a part without images: name a share betwe",
+    "--hold-out 1": "--hold-out 1 of 2 images leaves a part without images: name a share between",
+    "--hold-out 0.5 --coco other {file} {folder}": "divides one dataset, but there are 2 --coco",
     "SOLVER.MAX_ITER 0": "SOLVER.MAX_ITER must be a positive integer, got 0",
     "SOLVER.MAX_ITER -3": "SOLVER.MAX_ITER must be a positive integer, got -3",
     "SOLVER.MAX_ITER many": "SOLVER.MAX_ITER must be of type int, got many",
@@ -564,247 +566,6 @@ VARIABLES = {
 }
 
 
-def yolo(rows=None, **data):
-    return lambda folder: write_yolo(folder, rows, **data)
-
-
-def yolo_yaml(text):
-    def write(folder):
-        write_yolo(folder)
-        (folder / "data.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-        return folder
-
-    return write
-
-
-def voc(xml=None, **lists):
-    """Pascal VOC with lists by name, and perhaps with the same XML for each image."""
-
-    def write(folder):
-        write_voc(folder, lists)
-        for file in (folder / "Annotations").iterdir() if xml is not None else ():
-            file.write_bytes(xml)
-        return folder
-
-    return write
-
-
-def coco(change=lambda content: None, images="images", number=10):
-    def write(folder):
-        content = coco_of(number, folder=folder / images)
-        change(content)
-        file = folder / "a.json"
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
-        return file
-
-    return write
-
-
-def roboflow(*parts):
-    def write(folder):
-        for part in parts:
-            text = json.dumps(coco_of(2, folder=folder / part))
-            (folder / part / "_annotations.coco.json").write_text(text)
-        return folder
-
-    return write
-
-
-def nothing(folder):
-    folder.mkdir()
-    return folder
-
-
-def without_areas(content):
-    for annotation in content["annotations"]:
-        del annotation["area"]
-
-
-def far_away(content):
-    for annotation in content["annotations"]:
-        annotation["bbox"] = [900, 900, 9, 9]
-
-
-GOOD_ROW = box_row(8, 8, 16, 16)
-ENTITIES = b"".join(
-    b'<!ENTITY %c "%s">' % (c + 1, b"&%c;" % c * 100) for c in range(ord("b"), ord("h"))
-)
-BOMB = b'<!DOCTYPE a [<!ENTITY b "ha">' + ENTITIES + b"]><annotation>&h;</annotation>"
-# Datasets to convert, options, and what is said. Rows and objects of which a few are wrong are in
-# tests/data/test_label_files.py.
-CONVERT = {
-    "no such folder": (lambda folder: folder / "no", "", "/no has neither a data.yaml with splits"),
-    "an empty folder": (
-        nothing,
-        "",
-        "neither a data.yaml with splits (YOLO) nor .xml files (Pascal",
-    ),
-    "a folder of images alone": (
-        lambda folder: [save_image(folder / "1.jpg"), folder][1],
-        "",
-        "neither a data.yaml with splits (YOLO) nor .xml files (Pascal VOC) nor folders with _anno",
-    ),
-    "an image": (
-        lambda folder: [save_image(folder / "1.jpg"), folder / "1.jpg"][1],
-        "",
-        "1.jpg is not valid YAML (",
-    ),
-    "an empty YAML": (yolo_yaml(""), "", "data.yaml cannot be read (TypeError"),
-    "a YAML list": (yolo_yaml("[a, b]"), "", "data.yaml cannot be read (TypeError"),
-    "a broken YAML": (yolo_yaml("train: [1"), "", "data.yaml is not valid YAML (while pars"),
-    "a binary YAML": (yolo_yaml(b"\x00\x81\xff"), "", "data.yaml is not valid YAML ("),
-    "a tag of Python": (
-        yolo_yaml("!!python/object/apply:os.getpid []"),
-        "",
-        "is not valid YAML (could",
-    ),
-    "a YAML without names": (yolo_yaml("train: train/images"), "", "read (KeyError: 'names')"),
-    "names of text": (yolo(names="coin"), "", "(AttributeError: 'str' object has no attribute"),
-    "a number of names": (yolo(names=2), "", "(AttributeError: 'int' object has no attribute"),
-    "names by names": (yolo(names={"a": "coin"}), "", "(ValueError: invalid literal for int()"),
-    "no names": (
-        yolo(names=[]),
-        "",
-        "out: {folder}/train/labels/train.txt, line 1 (names has no c",
-    ),
-    "no split of YOLO": (yolo(train=None, val=None), "", "neither a data.yaml with splits (YOLO)"),
-    "no split train": (yolo(train=None), "", "{folder} must have one split train, but has val"),
-    "a part of a number": (yolo(train=7), "", "there is no folder or list of images 7)"),
-    "a part of a mapping": (yolo(train={"a": 1}), "", "no folder or list of images {{'a': 1}})"),
-    "a folder that is not there": (yolo(train="no/images"), "", "list of images no/images)"),
-    "a name that is too long": (
-        yolo(train="a" * 300),
-        "",
-        "cannot be read ([Errno 36] File name too",
-    ),
-    "a folder around the dataset": (yolo(train="/"), "", "there is no folder or list of images /)"),
-    "an image as a list": (yolo(train="val/images/val.jpg"), "", "val.jpg cannot be read ('utf-8'"),
-    "a list of images that are not there": (
-        lambda folder: [
-            write_yolo(folder, train="list.txt"),
-            (folder / "list.txt").write_text("a.jpg\n/b.jpg\n../../c.jpg\n"),
-            folder,
-        ][-1],
-        "",
-        "train: 3 images or their labels cannot be read and are left out: {folder}/a.jpg and a.t",
-    ),
-    "an empty list of images": (
-        lambda folder: [write_yolo(folder, val="l.txt"), (folder / "l.txt").touch(), folder][-1],
-        "",
-        "the split val of the dataset has no images",
-    ),
-    "keypoints": (
-        yolo(kpt_shape=[17, 3]),
-        "",
-        "kpt_shape, but keypoints of YOLO are not converted",
-    ),
-    "pixels in place of fractions": (
-        yolo(["0 30 20 10 10", "1 9 9 8 8"]),
-        "",
-        "train: 2 objects cannot be learnt and are left out: {folder}/train/labels/train.txt, line "
-        "1 (it lies outside its image); ",
-    ),
-    "rows of text": (
-        yolo(["coin at 3 4 5"]),
-        "",
-        "line 1 (could not convert string to float: 'coi",
-    ),
-    "rows of four numbers": (yolo(["0 1 2 3"]), "", "(4 numbers: a box has 5, a polygon 7, 9, 11"),
-    "rows of one number too many": (yolo([f"{GOOD_ROW} 0.9"]), "", "line 1 (6 numbers: a box has"),
-    "rows of NaN": (yolo(["0 nan 0.5 0.1 0.1"]), "", "line 1 (fault: nan box)"),
-    "rows of a billion numbers": (yolo(["0 0.5 0.5 1e9 0.1"]), "", "line 1 (fault: huge box)"),
-    "labels of UTF-16": (
-        lambda folder: [
-            write_yolo(folder),
-            (folder / "train/labels/train.txt").write_bytes(GOOD_ROW.encode("utf-16")),
-            folder,
-        ][-1],
-        "",
-        "left out: {folder}/train/images/train.jpg and train.txt ({folder}/train/labels/train.t",
-    ),
-    "labels without objects": (yolo([]), "", "has no annotations, except of crowds"),
-    "broken XML": (voc(b"<annotation><object>"), "", "0.jpg and 0.xml (no element fo"),
-    "XML of something else": (voc(b"<svg></svg>"), "", "it has <svg> in place of <annotation>)"),
-    "an XML bomb": (voc(BOMB), "", "0.xml (limit on input amplification factor"),
-    "XML that asks for a file": (
-        voc(b'<!DOCTYPE a [<!ENTITY b SYSTEM "/etc/passwd">]><annotation>&b;</annotation>'),
-        "",
-        "0.xml (undefined entity",
-    ),
-    "an object without a box": (
-        voc(b"<annotation><object><name>coin</name></object></annotation>"),
-        "",
-        "0.xml, object 1 (could not convert string to float: '')",
-    ),
-    "XML without objects": (voc(b"<annotation/>"), "", "has no annotations, except of crowds"),
-    "a list of ids that are not there": (voc(train=["a", "b"]), "", "train: 2 images or their lab"),
-    "an empty list of ids": (
-        voc(train=[0, 1], val=[]),
-        "",
-        "the split val of the dataset has no im",
-    ),
-    "lists without train": (
-        voc(val=[0], test=[1]),
-        "",
-        "must have one split train, but has val, te",
-    ),
-    "two parts val": (
-        roboflow("train", "val", "valid"),
-        "",
-        "one split train, but has train, val, v",
-    ),
-    "Roboflow without train": (roboflow("valid"), "", "must have one split train, but has val"),
-    "COCO without images": (
-        coco(lambda c: c.pop("images")),
-        "",
-        "the list 'images' of {folder}/a.j",
-    ),
-    "COCO whose images are elsewhere": (
-        coco(images="photographs"),
-        "",
-        "10 of 10 images do not exist, the first is {folder}/0.jpg",
-    ),
-    "COCO without areas": (
-        coco(without_areas),
-        "--hold-out 0.2",
-        "val cannot be evaluated: 2 annotations in {output}/val.json have no area or no iscrowd",
-    ),
-    "COCO with boxes elsewhere": (coco(far_away), "", "10 of 10 boxes exceed their image. Detect"),
-    "hold out nothing": (
-        coco(),
-        "--hold-out 0",
-        "--hold-out 0 of 10 images leaves a split with",
-    ),
-    "hold out all": (coco(), "--hold-out 1", "--hold-out 1 of 10 images leaves a split with"),
-    "hold out less than nothing": (
-        coco(),
-        "--hold-out=-0.2",
-        "--hold-out -0.2 of 10 images leaves",
-    ),
-    "hold out NaN": (
-        coco(),
-        "--hold-out nan",
-        "--hold-out nan of 10 images leaves a split with",
-    ),
-    "hold out half an image": (coco(), "--hold-out 0.05", "--hold-out 0.05 of 10 images leaves a"),
-    "hold out of one image": (coco(number=1), "--hold-out 0.5", "--hold-out 0.5 of 1 images leave"),
-    "hold out where val is": (
-        yolo(),
-        "--hold-out 0.2",
-        "{folder} already has a split val. Leave t",
-    ),
-    "output is a file": (
-        yolo(),
-        "--output {folder}/data.yaml",
-        "the output {folder}/data.yaml/train.json cannot be written: {folder}/data.yaml is not a",
-    ),
-    "output is in a file": (
-        yolo(),
-        "--output {folder}/data.yaml/out",
-        "the output {folder}/data.yaml/out/train.json cannot be written: {folder}/data.yaml is",
-    ),
-}
-
 FILES = {
     "text.txt": "no config, and no weights",
     "itself.yaml": "_BASE_: itself.yaml\n",
@@ -888,7 +649,6 @@ def said(config, tmp_path, capsys, monkeypatch):
     return call
 
 
-
 @pytest.mark.parametrize("area", ["162", None, NAN, [1]])
 def test_an_area_that_pycocotools_cannot_compare(said, area):
     line, names = said(put(*ANNOTATION, "area", value=area), options="DATASETS.TEST ('bad',)")
@@ -915,26 +675,6 @@ def test_a_file_that_is_another(said, name):
     line, names = said(content=content)
     assert message.format(**names) in line
     assert names["file"] in line
-
-
-@pytest.mark.parametrize("name", CONVERT)
-def test_a_dataset_to_convert(tmp_path, capsys, name):
-    write, options, message = CONVERT[name]
-    folder, output = tmp_path / "in", tmp_path / "out"
-    source = write(folder)
-    before = {f: f.stat().st_mtime_ns for f in folder.rglob("*")} if folder.exists() else {}
-    places = ["--input", str(source), "--output", str(output)]
-    with pytest.raises(SystemExit) as e:
-        main(["convert", *places, *options.format(folder=folder).split()])
-    assert e.value.code == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    assert printed.err.count("\n") == 1
-    assert len(printed.err) < 1500
-    assert message.format(folder=folder, output=output) in printed.err
-    assert not output.exists()
-    assert {f: f.stat().st_mtime_ns for f in before} == before
 
 
 @pytest.mark.parametrize("name", IMAGES)

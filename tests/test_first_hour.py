@@ -17,6 +17,7 @@ from test_docs import blocks
 from tiny import ROOT
 
 from d2_memfit.config import load_cfg
+from d2_memfit.data import hold_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
@@ -56,18 +57,6 @@ def checkout(coins, tmp_path):
     return tmp_path
 
 
-def split(folder):
-    """Make two files of one, as the first command of GETTING_STARTED for data does."""
-    text = "".join(blocks(GETTING_STARTED, "bash"))
-    (line,) = [line for line in text.splitlines() if "--hold-out" in line]
-    result = run_forked("-m", "d2_memfit", *shlex.split(line)[1:], cwd=folder)
-    assert result.returncode == 0, result.stderr
-    sizes = [
-        len(json.loads((folder / f).read_text())["images"]) for f in ("train.json", "val.json")
-    ]
-    assert sizes == [64, 16]
-
-
 def type_commands(page, until, folder, opts, limit_gb=None):
     """Run the commands of a page, up to a heading, as a shell would.
 
@@ -82,8 +71,7 @@ def type_commands(page, until, folder, opts, limit_gb=None):
     printed = []
     for line in lines:
         program, *arguments = shlex.split(line)
-        # test_import.py, test_coins.py, test_convert.py and split() run these.
-        if program in ("pip", "make") or "convert" in arguments:
+        if program in ("pip", "make"):  # test_import.py and test_coins.py run these
             continue
         assert program in ("python", "d2-memfit")
         if program == "d2-memfit":
@@ -114,7 +102,7 @@ def type_commands(page, until, folder, opts, limit_gb=None):
     ],
 )
 def test_the_commands_of_readme(checkout, limit_gb, opts):
-    split(checkout)
+    hold_out([["my", str(checkout / "annotations.json"), "images"]], 0.2, str(checkout), False)
     plan, planned, fit = type_commands(README, "## What a plan", checkout, opts, limit_gb)
     assert f"MEMFIT.BUDGET_GB auto on the device cpu: {limit_gb or ''}" in fit
     assert "MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of my_train: coin" in fit
@@ -125,7 +113,6 @@ def test_the_commands_of_readme(checkout, limit_gb, opts):
 
 
 def test_the_commands_of_getting_started(checkout):
-    split(checkout)
     (checkout / "photographs").mkdir()
     shutil.copy(next((checkout / "images").glob("*.png")), checkout / "photographs")
     trained, evaluated, drawn, predicted, estimated, planned, _ = type_commands(
@@ -135,13 +122,13 @@ def test_the_commands_of_getting_started(checkout):
     assert (output / "model_final.pth").exists()
     assert "Total inference time" in trained
     assert "Total inference time" in evaluated
-    weights = "--weights output/mine/model_final.pth"
+    model = "--config-file output/mine/config.yaml --weights output/mine/model_final.pth"
     assert (
-        f"--coco my_val val.json images/ --config-file output/mine/config.yaml {weights}"
+        f"--coco my_val output/mine/val.json images/ {model}"
         in (evaluated.partition("Written: output/mine/inference (results)\nNext")[2])
     )
     assert "Written: found/pictures, found/coco_instances_results.json, found/images.json" in drawn
-    of_val = json.loads((checkout / "val.json").read_text())["images"]
+    of_val = json.loads((output / "val.json").read_text())["images"]
     in_val = {os.path.basename(image["file_name"]) for image in of_val}
     assert {file.name for file in (checkout / "found" / "pictures").glob("*.png")} == in_val
     assert "1 images, " in predicted

@@ -37,9 +37,7 @@ GIVEN = {
     "plan": "--config-file {d}/tiny.yaml --device cuda --budget 5",
     "doctor": "--config-file {d}/tiny.yaml",
     "predict": "--config-file {d}/run/config.yaml --input {d}/images/1.jpg --output {out}",
-    "export": "--config-file {d}/run/config.yaml --input {d}/images/1.jpg --output {out}.ts",
     "train": "--config-file {d}/run/config.yaml --coco h {d}/coco.json {d}",
-    "convert": "--output {out}",
 }
 
 # What is wrong, and what is said of it.
@@ -73,15 +71,8 @@ ROWS = {
     "predict --weights /dev/zero": "the checkpoint /dev/zero cannot be read (it is a device)",
     "predict --weights {d}/images": "the checkpoint {d}/images cannot be read (it is a folder)",
     "predict --coco h {d}/pipe.json {d}/images": f"dataset h: {{d}}/pipe.json {PIPE}",
-    "export --input {d}/pipe.jpg": f"{{d}}/pipe.jpg {PIPE}",
     "train MODEL.WEIGHTS {d}/pipe.pth": f"the checkpoint {{d}}/pipe.pth {PIPE}",
     "train --resume OUTPUT_DIR {d}/piped_run": f"{{d}}/piped_run/last_checkpoint {PIPE}",
-    "convert --input {d}/yolo_pipe": f"{{d}}/yolo_pipe/data.yaml {PIPE}",
-    "convert --input {d}/list_pipe": "there is no folder or list of images list.txt",
-    "convert --input {d}/pipe.yaml": "pipe.yaml has neither a data.yaml with splits (YOLO) nor",
-    "convert --input {d}/label_pipe": f"label_pipe/labels/a.txt {PIPE}",
-    "convert --input {d}/image_pipe": f"image_pipe/images/b.png {PIPE}",
-    "convert --input {d}/voc_pipe": f"voc_pipe/train/a.xml {PIPE}",
     # YAML that would take minutes, or all memory
     "estimate --config-file {d}/aliases.yaml": f"{{d}}/aliases.yaml: {LARGE}",
     "estimate --config-file {d}/merged.yaml": f"{{d}}/merged.yaml: {LARGE}",
@@ -98,8 +89,6 @@ ROWS = {
     "plan --device {d}/many.yaml": f"--device {{d}}/many.yaml is not valid YAML ({LARGE})",
     "doctor --config-file {d}/deep.yaml": LARGE,
     "predict --config-file {d}/aliases.yaml": LARGE,
-    "convert --input {d}/yolo_aliases": f"yolo_aliases/data.yaml is not valid YAML ({LARGE})",
-    "convert --input {d}/aliases.yaml": f"{{d}}/aliases.yaml is not valid YAML ({LARGE})",
     # Other configs
     "estimate --config-file {d}/anchors.yaml": "found duplicate anchor; first occurrence in",
     "estimate --config-file {d}/not.yaml": f"{{d}}/not.yaml: {LARGE}",
@@ -121,7 +110,6 @@ ROWS = {
     "predict MODEL.DEVICE meta": f"MODEL.DEVICE meta: {NO_SUCH_DEVICE}",
     "predict MODEL.DEVICE cuda:99": "MODEL.DEVICE cuda:99: PyTorch sees ",
     "predict MODEL.DEVICE cuda:x": "MODEL.DEVICE 'cuda:x' is not a device of PyTorch",
-    "export MODEL.DEVICE tpu": UNKNOWN_DEVICE,
     "train MODEL.DEVICE mps": f"MODEL.DEVICE mps: {NO_SUCH_DEVICE}",
     # Device files
     "estimate --device {d}/texts.yaml": "{d}/texts.yaml: foreach must be true or false, got 'no!'",
@@ -137,9 +125,6 @@ ROWS = {
     "predict --weights {d}/itself.pth": "itself.pth has no weights of a model (",
     "predict --weights {d}/sparse.pth": "sparse.pth has no weights of a model (",
     "predict --weights {d}/code.pth": "cannot read the checkpoint {d}/code.pth, it is damaged",
-    "export --weights {d}/nan.pth": NOT_FINITE,
-    "export --weights {d}/texts.pth": "has no weights of a model (",
-    "export --weights {d}/pipe.pth": f"the checkpoint {{d}}/pipe.pth {PIPE}",
     "predict --weights {d}/socket": "the checkpoint {d}/socket cannot be read (it is a socket)",
     # JSON
     "train --coco g {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
@@ -186,25 +171,6 @@ YAML = {
     "list": f"SEED: [{'a,' * 90_000}]",
     "sequence": "- 1",
 }
-FOLDERS = {
-    "yolo_pipe": {"data.yaml": os.mkfifo},
-    "yolo_aliases": {"data.yaml": "train: images\n" + tower("[lol]") + "names: *j\n"},
-    "list_pipe": {"data.yaml": "train: list.txt\nnames: [a]\n", "list.txt": os.mkfifo},
-    "label_pipe": {"labels/a.txt": os.mkfifo},
-    "image_pipe": {"images/b.png": os.mkfifo},
-    "voc_pipe": {"train/a.xml": os.mkfifo},
-}
-
-
-def put(file, content):
-    """Make a file, or what is in its place."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if callable(content):
-        content(file)
-    elif isinstance(content, dict):
-        file.write_text(json.dumps(content))
-    else:
-        file.write_text(content)
 
 
 def make_bomb(file, side):
@@ -270,23 +236,11 @@ def folder(tmp_path_factory):
     ):
         assert old in card
         (folder / f"{name}.yaml").write_text(card.replace(old, new, 1))
-    for run, files in FOLDERS.items():
-        for file, content in files.items():
-            put(folder / run / file, content)
     image = Image.new("RGB", (24, 24))
-    for file in (
-        "images/1.jpg",
-        "photographs/1.png",
-        "label_pipe/images/a.png",
-        "voc_pipe/train/a.png",
-    ):
+    for file in ("images/1.jpg", "photographs/1.png"):
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         image.save(folder / file)
     os.mkfifo(folder / "photographs" / "2.png")
-    for name in ("label_pipe", "image_pipe"):
-        put(folder / name / "data.yaml", "train: images\nnames: [coin]\n")
-        (folder / name / "images").mkdir(exist_ok=True)
-        (folder / name / "labels").mkdir(exist_ok=True)
     make_bomb(folder / "large.png", 14_000)
     make_bomb(folder / "huge.png", 40_000)
     coco = {

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 EXTRAS = {  # with a module of each
     "8bit": "bitsandbytes",
     "lora": "peft",
-    "onnx": "onnx",
     "smaller": "torch_pruning",
     "tiles": "rasterio",
     "transformers": "transformers",

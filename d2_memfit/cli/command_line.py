@@ -21,9 +21,7 @@ COMMANDS = {
     "estimate": "estimate the memory that a job needs",
     "plan": "make a job fit a budget",
     "doctor": "test what works with a job, by small iterations on the CPU with injected errors",
-    "convert": "convert a dataset of YOLO, Pascal VOC, Roboflow or COCO to COCO files",
     "predict": "find objects in images and videos with a trained model",
-    "export": "write a trained model as TorchScript or ONNX",
     "measure-gpu": "measure this machine's GPU, and compare it with what estimates expect",
     "train": "train or evaluate",
 }
@@ -97,22 +95,8 @@ def command_parser(
     doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
     _add_job_options(doctor)
     _add_details_option(doctor)
-    convert = commands.add_parser("convert", help=COMMANDS["convert"])
-    of_input = "the folder of the dataset, its YAML file (YOLO), or a file in COCO's format"
-    convert.add_argument("--input", type=Path, metavar="PATH", required=True, help=of_input)
-    convert.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        required=True,
-        help="folder for train.json, val.json and test.json; images stay where they are",
-    )
-    of_share = "hold out this share of the images for evaluation, such as 0.2, of all classes"
-    convert.add_argument("--hold-out", type=float, metavar="SHARE", help=of_share)
     predict = commands.add_parser("predict", help=COMMANDS["predict"])
     _add_predict_options(predict)
-    export = commands.add_parser("export", help=COMMANDS["export"])
-    _add_export_options(export)
     measure = commands.add_parser("measure-gpu", help=COMMANDS["measure-gpu"])
     _add_measure_options(measure)
     if training is None:
@@ -250,7 +234,14 @@ def _add_project_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_predict_options(parser: argparse.ArgumentParser) -> None:
-    _add_model_options(parser)
+    _add_config_options(parser)
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        help="the trained weights (default: the last ones in the config's folder, or "
+        "MODEL.WEIGHTS)",
+    )
+    parser.set_defaults(num_gpus=1, batch=None, image_size=None, instances=None, json=False)
     parser.add_argument(
         "--input",
         type=Path,
@@ -279,36 +270,6 @@ def _add_predict_options(parser: argparse.ArgumentParser) -> None:
     )
     _add_budget_option(parser)
     add_card_and_coco_options(parser)
-
-
-def _add_export_options(parser: argparse.ArgumentParser) -> None:
-    _add_model_options(parser)
-    parser.add_argument(
-        "--input",
-        type=Path,
-        metavar="IMAGE",
-        help="an image with objects; the exported file is compared with the model on it",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("model.ts"),
-        metavar="FILE",
-        help="the file: .ts is TorchScript, .onnx is ONNX (default: model.ts)",
-    )
-    parser.set_defaults(card=None, coco=[])
-
-
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose a trained model."""
-    _add_config_options(parser)
-    parser.add_argument(
-        "--weights",
-        metavar="FILE",
-        help="the trained weights (default: the last ones in the config's folder, or "
-        "MODEL.WEIGHTS)",
-    )
-    parser.set_defaults(num_gpus=1, batch=None, image_size=None, instances=None, json=False)
 
 
 def _add_budget_option(parser: argparse.ArgumentParser) -> None:

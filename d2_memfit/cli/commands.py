@@ -17,7 +17,6 @@ from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
 from ..common.units import GB
 from ..config import find_card, find_config_file, settings_of_card
-from ..data import convert_dataset
 from ..doctor import answer_of_findings, examine
 from ..engine import world_size
 from ..engine.resuming import signals_end_at_once
@@ -62,14 +61,13 @@ from .job_options import (
 )
 from .next_step import (
     after_a_look,
-    after_convert,
     after_explain,
     after_no_plan,
     after_plan,
 )
 from .options import opts_of_budget
 from .screen import end_progress, say, show, show_progress
-from .trained_model import export_model, predict_files
+from .trained_model import predict_files
 
 __all__ = ["main"]
 
@@ -242,16 +240,6 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     return cfg, job_of(args, cfg), args.device or _device_of_card(args.card)
 
 
-def _convert(args: argparse.Namespace) -> None:
-    conversion = convert_dataset(args.input, args.output, args.hold_out)
-    for file, folder in conversion.files:
-        show(
-            f"{file.name}: {file.json_file}, {file.summary.num_images} images in {folder}, "
-            f"{file.summary.num_objects} objects of {len(file.classes)} classes"
-        )
-    show("\n".join([*conversion.notes, after_convert(conversion)]))
-
-
 def _measure(args: argparse.Namespace) -> None:
     files = measure_gpu(args.device, args.minutes, args.output, say, args.estimate)
     show("\n".join(map(str, files)))
@@ -281,11 +269,9 @@ def _print(
 
 
 _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
-    "convert": _convert,
     "doctor": _examine,
     "explain": _explain,
     "estimate": _estimate,
-    "export": export_model,
     "measure-gpu": _measure,
     "plan": _plan,
     "predict": lambda args: predict_files(args, _opts_of_budget(args)),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from ..config import PRESETS, find_card
-from ..data import Conversion
 
 if TYPE_CHECKING:
     from ..explain import ExplainedRun
@@ -17,12 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "after_a_look",
-    "after_convert",
     "after_explain",
-    "after_export",
     "after_no_plan",
     "after_plan",
-    "after_predict",
     "after_training",
 ]
 
@@ -68,17 +64,6 @@ def after_explain(args: argparse.Namespace, told: "ExplainedRun", plan: "Optiona
 def after_a_look(args: argparse.Namespace) -> str:
     """The line after estimate and doctor."""
     return f"Next, make it fit a card:\n  {_plan(args)}"
-
-
-def after_convert(conversion: Conversion) -> str:
-    """The line after a conversion."""
-    data = [w for f, folder in conversion.files for w in ("--coco", f.name, f.json_file, folder)]
-    alone = ""
-    if len(conversion.files) == 1:
-        alone = "No images are held out for evaluation: add --hold-out 0.2 to hold out a fifth\n"
-    config = ["--config-file", conversion.config]
-    train = _line("d2-memfit", "train", "--fit", *config, *data, *conversion.opts)
-    return f"\n{alone}Next, train on them:\n  {train}"
 
 
 def after_plan(args: argparse.Namespace) -> str:
@@ -128,32 +113,6 @@ def _train(args: argparse.Namespace) -> str:
         name = script if script.is_file() else "YOUR_SCRIPT.py"
         return _line("python", name, *words)
     return _line("d2-memfit", "train", *words)
-
-
-def after_export(file: Path) -> str:
-    """The lines after an export."""
-    loads = "import onnxruntime; onnxruntime.InferenceSession"
-    if file.suffix == ".ts":  # torchvision has its operators
-        loads = "import torch, torchvision; torch.jit.load"
-    return (
-        f"Next, load it: {loads}({str(file)!r})\n"
-        "docs/PREDICT.md says what the model takes and returns"
-    )
-
-
-def after_predict(args: argparse.Namespace, image: Path) -> str:
-    """The line after predictions, with ``image`` as the example for an export."""
-    files = ["--input", image, "--output", "model.ts"]
-    write = _line("d2-memfit", "export", *_model(args), *files, *args.opts)
-    return f"Next, write the model for use without Detectron2:\n  {write}"
-
-
-def _model(args: argparse.Namespace) -> list[str]:
-    """The options that name a command's model, for another command."""
-    model = ["--config-file", args.config_file]
-    model += ["--weights", args.weights] if args.weights else []
-    model += ["--trainer", args.trainer] if args.trainer else []
-    return [*model, *_repeated("--project", args.project)]
 
 
 def after_training(

@@ -31,7 +31,7 @@ from torch import nn
 from ..common.checks import check_int, check_positive_int
 from ..common.files import whole_file
 from ..config import find_config_file, load_cfg, merge_opts, with_settings
-from ..data import check_datasets, classes_of_model, keep_dicts, register_coco
+from ..data import check_datasets, classes_of_model, hold_out, keep_dicts, register_coco
 from ..engine import MemfitTrainer, launch, usable_device, world_size
 from ..engine.resuming import MemfitCheckpointer, causes_named, signals_end_at_once
 from ..errors import ConfigError, MemfitError, exit_on_error
@@ -101,6 +101,13 @@ def argument_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="do not evaluate, and do not plan for evaluation",
     )
+    parser.add_argument(
+        "--hold-out",
+        type=float,
+        metavar="SHARE",
+        help="evaluate on this share of the images of --coco, such as 0.2, and train on the rest; "
+        "the parts are OUTPUT_DIR/train.json and OUTPUT_DIR/val.json",
+    )
     add_card_and_coco_options(parser)
     return parser
 
@@ -110,7 +117,8 @@ def prepare(
 ) -> tuple[CfgNode, int]:
     """Check all that can be checked before a process starts, and complete the arguments.
 
-    OUTPUT_DIR is not touched. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
+    Nothing is written to OUTPUT_DIR, except for the files of ``--hold-out``, which become the
+    values of ``args.coco``. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
     before the user's. ``args.notes`` gets lines about the settings from the data.
 
     Args:
@@ -127,12 +135,16 @@ def prepare(
     ranks = world_size(args.num_gpus, args.num_machines)
     trains = not args.eval_only
     checks = DETECTRON2_CHECKS if trainer is Trainer else CHECKS_FOR_PROJECTS
+    check = partial(check_settings, ranks=ranks, more=checks, trains=trains)
+    if args.hold_out is not None:
+        cfg, _ = with_data(recipe, [], args.config_file, opts, check)
+        args.coco = hold_out(args.coco, args.hold_out, cfg.OUTPUT_DIR, args.resume)
     cfg, settings = with_data(
         recipe,
         args.coco,
         args.config_file,
         opts,
-        lambda cfg: check_settings(cfg, ranks, checks, trains),
+        check,
         eval_only=args.eval_only,
         reads_images=True,
         keeps=ranks == 1,

@@ -118,7 +118,7 @@ def main(args: argparse.Namespace) -> None:
 
 def prepare(args: argparse.Namespace) -> None:
     """Check all that can be checked before a process starts. Nothing is written."""
-    for name in ("coco", "training_only"):
+    for name in ("coco", "hold_out", "training_only"):
         if getattr(args, name):
             option = "--" + name.replace("_", "-")
             raise ConfigError(

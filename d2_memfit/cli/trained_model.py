@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The commands predict and export, which use a trained model."""
+"""The command predict, which uses a trained model."""
 
 import argparse
 import logging
@@ -25,24 +25,20 @@ from ..data import (
 from ..engine import evaluating, usable_device
 from ..errors import ConfigError
 from ..inference import (
-    SUFFIXES,
     FilePrediction,
     Predictor,
-    export,
     find_files,
     import_visualizer,
     metadata_of,
     outputs_of,
-    read_images,
     weights_of,
 )
 from ..memory import device_memory, use_expandable_segments
 from .command_line import files_read
 from .job_options import is_lazy, job_of, load_any_config
-from .next_step import after_export, after_predict
 from .screen import say, show
 
-__all__ = ["export_model", "predict_files"]
+__all__ = ["predict_files"]
 
 _INCOMPLETE = 3  # exit status
 
@@ -94,24 +90,10 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
         f"Written: {args.output / 'pictures'}, {args.output / 'coco_instances_results.json'}, "
         f"{args.output / 'images.json'} (the images of these results)"
     )
-    if prediction.done:
-        show(after_predict(args, prediction.done[0]))
     left = len(files) - len(prediction.done)
     if left:
         say(f"{left} of {len(files)} files were skipped or not finished")
         sys.exit(_INCOMPLETE)
-
-
-def export_model(args: argparse.Namespace) -> None:
-    """Run the command export."""
-    if args.output.suffix not in SUFFIXES:
-        raise ConfigError(f"--output {args.output} must end in {' or '.join(SUFFIXES)}")
-    if args.input is None:
-        raise ConfigError("--input: name an image with objects, to test the exported file")
-    predictor, _ = _predictor(args, ["MODEL.DEVICE", "cpu"])
-    image = next(read_images(args.input, predictor.image_format))
-    compared = export(predictor.model, predictor.inputs(image)["image"].float(), args.output)
-    show(f"Written: {args.output} ({compared})\n{after_export(args.output)}")
 
 
 def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
@@ -126,12 +108,12 @@ def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
 
 
 def _predictor(
-    args: argparse.Namespace, opts: Sequence[str], files: Sequence[Path] = ()
+    args: argparse.Namespace, opts: Sequence[str], files: Sequence[Path]
 ) -> tuple[Predictor, Any]:
-    """Make the predictor of a command, after a check of its outputs.
+    """Make the predictor, after a check of the outputs.
 
     Args:
-        files: those that predict reads.
+        files: the images and videos.
 
     Returns:
         The predictor, and the config of its job.
@@ -150,6 +132,5 @@ def _predictor(
     given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)
     weights = weights_of(args.config_file, configured, given)
     say(f"weights: {weights}")
-    outputs = outputs_of(args.output, files) if files else [args.output]
-    check_outputs(outputs, [weights, *files, *files_read(args)])
-    return Predictor(config, job, weights, getattr(args, "tile_size", None)), job.cfg
+    check_outputs(outputs_of(args.output, files), [weights, *files, *files_read(args)])
+    return Predictor(config, job, weights, args.tile_size), job.cfg

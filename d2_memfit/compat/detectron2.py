@@ -6,10 +6,8 @@ uses private names of Detectron2, except those that a subclass inherits. Each na
 ``tests/compat/test_detectron2.py``.
 """
 
-import importlib
 import importlib.util
 import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -61,7 +59,6 @@ __all__ = [
     "saving_periods",
     "scalar_histories",
     "split_map",
-    "tracing_adapter",
     "without_ddp",
     "writers_of",
 ]
@@ -102,21 +99,6 @@ def pretended_compiled_ops() -> Iterator[None]:
         del detectron2._C
         if own is not None:
             detectron2._C = own
-
-
-def tracing_adapter() -> Any:
-    """``TracingAdapter`` of ``detectron2.export``, whose other files need caffe2 in v0.6."""
-    package = "detectron2.export"
-    spec = importlib.util.find_spec(package)
-    assert spec is not None
-    own = sys.modules.get(package)
-    sys.modules[package] = importlib.util.module_from_spec(spec)  # which is not run
-    try:
-        return importlib.import_module(f"{package}.flatten").TracingAdapter
-    finally:
-        del sys.modules[package]
-        if own is not None:
-            sys.modules[package] = own
 
 
 def after_backward(trainer: TrainerBase) -> None:

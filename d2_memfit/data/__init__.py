@@ -3,10 +3,10 @@
 
 from .annotations import *
 from .coco_file import *
-from .convert import *
 from .dataset_check import *
 from .dataset_settings import *
 from .datasets import *
+from .hold_out import *
 from .images import *
 from .schedule import *
 from .sizes import *

@@ -25,7 +25,6 @@ __all__ = [
     "check_masks",
     "complaints_about_boxes",
     "complaints_about_labels",
-    "faults_of",
     "look_at_annotations",
 ]
 
@@ -147,7 +146,7 @@ def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> AnnotationSummary
             size = None, None
         for number, annotation in enumerate(annotations):
             is_crowd = annotation.get("iscrowd", 0)
-            faults = faults_of(annotation, size)
+            faults = _faults_of(annotation, size)
             for fault in faults:
                 if not is_crowd or fault in _FAULTS_OF_CROWDS:
                     _count(summary.cases, fault, image, number, annotation)
@@ -229,7 +228,7 @@ def _outline(annotation: Mapping[str, Any]) -> list[Any]:
     return [[x, y, x + w, y, x + w, y + h, x, y + h]]
 
 
-def faults_of(annotation: Mapping[str, Any], size: tuple[Any, Any]) -> list[str]:
+def _faults_of(annotation: Mapping[str, Any], size: tuple[Any, Any]) -> list[str]:
     """The faults of one annotation, in an image of this height and width; None if unknown."""
     faults = []
     mode = annotation.get("bbox_mode", _XYWH)  # COCO's own

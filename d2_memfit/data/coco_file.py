@@ -19,7 +19,7 @@ from ..errors import DataError
 from .annotations import AnnotationSummary, look_at_annotations
 from .images import check_images
 
-__all__ = ["CocoFile", "check_coco", "check_coco_file", "keypoint_names", "read_json"]
+__all__ = ["CocoFile", "check_coco_file", "keypoint_names", "read_json"]
 
 # The fields that Detectron2 reads in each entry of these lists of a COCO file.
 _FIELDS = {
@@ -112,7 +112,7 @@ def check_coco_file(
     gc.disable()
     try:
         coco = read_json(name, json_file)
-        file = check_coco(name, json_file, coco, image_dir, for_training)
+        file = _check(name, json_file, coco, image_dir, for_training)
     finally:
         if was_enabled:
             gc.enable()
@@ -124,14 +124,9 @@ def check_coco_file(
     return file
 
 
-def check_coco(
+def _check(
     name: str, json_file: str, coco: dict[str, Any], image_dir: Optional[str], for_training: bool
 ) -> CocoFile:
-    """Check the content of a COCO file as :func:`check_coco_file` does, also before it is written.
-
-    Args:
-        coco: the content.
-    """
     if not for_training:
         coco.setdefault("annotations", [])
     for key in _FIELDS:

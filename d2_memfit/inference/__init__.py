@@ -2,7 +2,6 @@
 """Prediction with a trained model, tile by tile if an image is too large."""
 
 from .estimate import *
-from .export import *
 from .grid import *
 from .images import *
 from .merge import *

@@ -46,8 +46,6 @@ def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, ca
     "command",
     [
         ["predict", "--input", "photographs"],
-        ["export", "--input", "photograph.jpg"],
-        ["convert", "--input", "folder", "--output", "converted"],
         ["plan", "--card", "6GB"],
     ],
     ids=lambda command: command[0],
@@ -332,7 +330,6 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         ),
         (["predict"], "--input: name an image, a video or a folder of them. Or leave it out and n"),
         (["predict", "--coco", "a", "no.json", "images"], "no.json"),
-        (["export"], "--input: name an image"),
     ],
 )
 def test_bad_input_is_one_line(config_file, capsys, args, message):

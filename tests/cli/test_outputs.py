@@ -35,7 +35,6 @@ PLAN = "plan --config-file tiny.yaml --budget 6 --device cuda"
 ESTIMATE = "estimate --config-file tiny.yaml --device cuda"
 PREDICT = "predict --config-file run/config.yaml"
 FINDS_NOTHING = "MODEL.ROI_HEADS.SCORE_THRESH_TEST 1.0 INPUT.MIN_SIZE_TEST 32"
-EXPORT = "export --config-file run/config.yaml --input val/000.png"
 TRAIN = "train --config-file tiny.yaml --coco mine val.json val"
 PRUNE = "projects/SmallerModels/prune.py --config-file run/config.yaml --coco mine val.json val"
 QUANTIZE = "projects/SmallerModels/quantize.py --config-file run/config.yaml"
@@ -90,16 +89,6 @@ ROWS = {
     f"{ESTIMATE} --html page.html": ({"page.html": MINE}, NOT_OURS.format("page.html")),
     f"{ESTIMATE} --html tiny.yaml": ({}, "tiny.yaml is the file tiny.yaml, which this comma"),
     f"{ESTIMATE} --html pipe": ({"pipe": "|"}, SPECIAL.format("pipe")),
-    # convert
-    "convert --input yolo --output yolo": (
-        {"yolo/train.json": MINE},
-        NOT_OURS.format("yolo/train.json"),
-    ),
-    "convert --input yolo --output out": (
-        {"out": "/", "out/train.json": "|"},
-        SPECIAL.format("out/train.json"),
-    ),
-    "convert --input yolo --output tiny.yaml": ({}, "/tiny.yaml is not a folder that you may writ"),
     # predict
     f"{PREDICT} --input pictures --output .": (
         {"pictures": "/", "pictures/a.png": "= val/000.png"},
@@ -130,10 +119,6 @@ ROWS = {
         {"pipes": "/", "pipes/images.json": "|"},
         SPECIAL.format("pipes/images.json"),
     ),
-    # export
-    EXPORT: ({"model.ts": MINE}, NOT_OURS.format("model.ts")),
-    f"{EXPORT} --weights w.ts --output w.ts": ({"w.ts": "= run/model_final.pth"}, "the file w.ts"),
-    f"{EXPORT} --output out/m.ts": ({"out": "/", "out/m.ts": "/"}, SPECIAL.format("out/m.ts")),
     # measure-gpu
     "measure-gpu --device cpu": ({"measured.jsonl": MINE}, NOT_OURS.format("measured.jsonl")),
     "measure-gpu --device cpu --output m": (
@@ -217,7 +202,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def users_files(coins, tmp_path_factory):
-    """Configs, a dataset, the folder of a run with its weights, and a dataset of YOLO."""
+    """Configs, a dataset, and the folder of a run with its weights."""
     folder = tmp_path_factory.mktemp("outputs") / "files"
     (folder / "val").mkdir(parents=True)
     data = json.loads((coins / "val.json").read_text())
@@ -237,11 +222,6 @@ def users_files(coins, tmp_path_factory):
         "model, optimizer, train = cfg.model, cfg.optimizer, cfg.train\n"
         "dataloader = {'train': cfg.dataloader.train}\n"
     )
-    for kind in ("images", "labels"):
-        (folder / "yolo" / "train" / kind).mkdir(parents=True)
-    shutil.copy(folder / "val" / "000.png", folder / "yolo" / "train" / "images")
-    (folder / "yolo" / "train" / "labels" / "000.txt").write_text("0 0.5 0.5 0.2 0.2\n")
-    (folder / "yolo" / "data.yaml").write_text("{train: train/images, nc: 1, names: [coin]}")
     return folder
 
 
@@ -321,10 +301,8 @@ LONG = pytest.mark.long
     ("command", "number", "name"),
     [
         (f"{PLAN} --training-only --allow exact --output p.yaml", 1, "p.yaml"),
-        ("convert --input yolo --output out", 1, "out/train.json"),
         (f"{PREDICT} --input val {FINDS_NOTHING}", 4, "predictions/pictures/001.png"),
         pytest.param(f"{ESTIMATE} --html page.html", 1, "page.html", marks=LONG),
-        pytest.param(EXPORT, 1, "model.ts", marks=LONG),
     ],
 )
 def test_what_a_command_made_is_replaced_by_the_next_one_unless_it_was_changed(
@@ -390,7 +368,6 @@ def make_video(path, frames, code="mp4v", width=160):
         (f"{PREDICT} --input val --output found", "found/pictures/000.png"),
         (f"{PREDICT} --input small --output found", "found/coco_instances_results.json"),
         pytest.param(f"{ESTIMATE} --html found/page.html", "found/page.html", marks=LONG),
-        pytest.param(f"{EXPORT} --output found/model.ts", "found/model.ts", marks=LONG),
     ],
 )
 def test_a_full_disk_is_an_error_and_leaves_no_part_of_a_file(command, file, here):

@@ -178,6 +178,10 @@ def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments,
         (["train.budget_gb=-1"], "train.budget_gb must be a number of GB above 0"),
         (["train.init_checkpoint=no.pth"], "the checkpoint no.pth cannot be read (No such file"),
         (
+            ["--hold-out", "0.2"],
+            "--hold-out only works with yaml configs. A LazyConfig itself says what is built",
+        ),
+        (
             ["--training-only"],
             "--training-only only works with yaml configs. A LazyConfig itself says what is built",
         ),

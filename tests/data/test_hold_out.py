@@ -1,91 +1,107 @@
 # Copyright (c) the d2_memfit developers.
 """Images that are held out: as many as asked for, the same each time, of all classes."""
 
+import json
 import random
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from small_datasets import coco_of
+from tiny import run_process
 
-from d2_memfit.data.hold_out import hold_out
-from d2_memfit.data.label_files import Split
+from d2_memfit.data import hold_out
 from d2_memfit.errors import ConfigError
 
 
-def split(coco, share):
-    train, val = hold_out(Split("train", coco, Path("images")), share)
-    assert (train.name, val.name) == ("train", "val")
-    ids = [{image["id"] for image in part.coco["images"]} for part in (train, val)]
-    assert not ids[0] & ids[1]
-    assert ids[0] | ids[1] == {image["id"] for image in coco["images"]}
-    for part, images in zip((train, val), ids):
+def parts_of(folder, coco, share=0.2, output="output", resume=False):
+    """Ids of the images in train.json and val.json, which have all annotations of these images."""
+    file = folder / "all.json"
+    file.write_text(json.dumps(coco))
+    parts = hold_out([["coins", str(file), "images"]], share, str(folder / output), resume)
+    assert [(name, images) for name, _, images in parts] == [
+        ("coins_train", "images"),
+        ("coins_val", "images"),
+    ]
+    contents = [json.loads(Path(file).read_text()) for _, file, _ in parts]
+    ids = [{image["id"] for image in content["images"]} for content in contents]
+    for content, images in zip(contents, ids):
         expected = [a for a in coco["annotations"] if a["image_id"] in images]
-        assert part.coco["annotations"] == expected
-        assert part.coco["categories"] == coco["categories"]
+        assert content["annotations"] == expected
+        assert content["categories"] == coco["categories"]
     return ids
-
-
-def images_by_class(coco, images):
-    pairs = {(a["category_id"], a["image_id"]) for a in coco["annotations"]}
-    return Counter(c for c, image in pairs if image in images)
 
 
 @pytest.mark.parametrize(
     ("number", "share"), [(80, 0.2), (18, 0.2), (100, 0.33), (10, 0.5), (9, 0.9)]
 )
-def test_the_share_is_that_of_the_images(number, share):
-    _, held = split(coco_of(number), share)
+def test_the_parts_are_disjoint_and_complete(tmp_path, number, share):
+    train, held = parts_of(tmp_path, coco_of(number), share)
+    assert not train & held
+    assert train | held == set(range(number))
     assert len(held) == int(number * share)
 
 
-def test_the_same_images_are_held_out_whatever_their_order():
+SPLIT = """
+import sys
+from d2_memfit.data import hold_out
+hold_out([["coins", sys.argv[1], "images"]], 0.2, sys.argv[2], False)
+"""
+
+
+def test_a_fresh_process_holds_out_the_same_images_whatever_their_order(tmp_path):
     coco = coco_of(40, lambda i: [i % 3])
-    _, held = split(coco, 0.25)
-    for seed in range(3):
-        random.Random(seed).shuffle(coco["images"])
-        random.Random(seed).shuffle(coco["annotations"])
-        assert split(coco, 0.25)[1] == held
-    _, held = split(coco_of(40), 0.25)
-    assert held != set(sorted(range(40), key=str)[:10])  # they are drawn
+    _, held = parts_of(tmp_path, coco)
+    assert held != set(range(4, 40, 5))  # they are drawn
+    random.Random(1).shuffle(coco["images"])
+    random.Random(1).shuffle(coco["annotations"])
+    (tmp_path / "all.json").write_text(json.dumps(coco))
+    run_process([sys.executable, "-c", SPLIT, tmp_path / "all.json", tmp_path / "again"])
+    again = json.loads((tmp_path / "again" / "val.json").read_text())
+    assert {image["id"] for image in again["images"]} == held
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_each_class_with_enough_images_is_in_both_parts(seed):
+def test_a_resume_takes_the_files_that_are_there(tmp_path):
+    before = parts_of(tmp_path, coco_of(40))
+    hold_out([["coins", "was_moved.json", "images"]], 0.5, str(tmp_path / "output"), True)
+    assert parts_of(tmp_path, coco_of(40), resume=True) == before
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_both_parts_have_about_the_same_share_of_each_class(tmp_path, seed):
     rng = random.Random(seed)
     share = rng.choice([0.1, 0.2, 0.3, 0.5])
-    classes = rng.randint(2, 30)
-    weights = [1 / (c + 1) ** 2 for c in range(classes)]  # few images have the last ones
-    drawn = [rng.choices(range(classes), weights, k=rng.randint(0, 5)) for _ in range(300)]
+    weights = [1 / (c + 1) ** 2 for c in range(rng.randint(2, 30))]  # few images have the last ones
+    drawn = [rng.choices(range(len(weights)), weights, k=rng.randint(0, 5)) for _ in range(300)]
     coco = coco_of(300, lambda i: drawn[i])
-    train, held = split(coco, share)
-    total = images_by_class(coco, train | held)
-    kept, taken = images_by_class(coco, train), images_by_class(coco, held)
+    _, held = parts_of(tmp_path, coco, share)
+    total = Counter(c for image in drawn for c in set(image))
+    taken = Counter(c for i in held for c in set(drawn[i]))
     for c, number in total.items():
-        assert kept[c] > 0
-        assert taken[c] >= min(int(share * number), 1)
-        assert abs(taken[c] - share * number) <= max(5, 0.25 * number)
-    assert abs(len(held) - share * 300) <= max(2, 0.05 * 300)
+        assert abs(taken[c] - share * number) <= max(6, 0.25 * number)
 
 
-def test_images_without_objects_are_held_out_too():
-    _, held = split(coco_of(100, lambda i: [1] if i < 10 else []), 0.2)
-    assert len(held) == 20
-    assert 2 <= len(held & set(range(10))) <= 4
-
-
-def test_a_class_of_one_image_is_trained_on():
-    train, held = split(coco_of(10, lambda i: [1, 2] if i == 3 else [1]), 0.9)
-    assert 3 in train
-    assert len(held) == 9
+def test_the_files_of_another_share_are_replaced_unless_they_were_changed(tmp_path):
+    coco = coco_of(10)
+    parts_of(tmp_path, coco)
+    assert len(parts_of(tmp_path, coco, 0.5)[1]) == 5
+    (tmp_path / "output" / "val.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"val\.json exists, but d2_memfit did not write it"):
+        parts_of(tmp_path, coco)
+    (tmp_path / "train.json").write_text(json.dumps(coco))
+    with pytest.raises(ConfigError, match=r"train\.json is the file .*train\.json, which this"):
+        hold_out([["coins", str(tmp_path / "train.json"), "images"]], 0.5, str(tmp_path), False)
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.2, 2, 1e-9, 0.09, float("nan"), float("inf")])
-def test_a_share_that_leaves_a_part_empty_is_refused(share):
-    with pytest.raises(ConfigError, match=r"^--hold-out \S+ of 10 images leaves a split without "):
-        split(coco_of(10), share)
+def test_a_share_that_leaves_a_part_empty_is_refused(tmp_path, share):
+    with pytest.raises(ConfigError, match=r"^--hold-out \S+ of 10 images leaves a part without "):
+        parts_of(tmp_path, coco_of(10), share)
+    assert not (tmp_path / "output").exists()
 
 
-def test_one_image_cannot_be_divided():
-    with pytest.raises(ConfigError, match=r"^--hold-out 0\.5 of 1 images leaves a split without"):
-        split(coco_of(1), 0.5)
+@pytest.mark.parametrize("number", [0, 2])
+def test_another_number_of_datasets_is_refused(tmp_path, number):
+    with pytest.raises(ConfigError, match=f"one dataset, but there are {number} --coco"):
+        hold_out([["coins", "all.json", "images"]] * number, 0.2, str(tmp_path), False)

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 import json
 import os
-import shlex
 import shutil
 
 import cv2
@@ -62,10 +61,7 @@ def make_video(path, image, frames, code="mp4v"):
     video.release()
 
 
-def test_results_are_those_of_the_default_predictor(
-    config, photographs, coins, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)  # for the export that comes next
+def test_results_are_those_of_the_default_predictor(config, photographs, coins, tmp_path, capsys):
     output = tmp_path / "found"
     coco = ["--coco", "predicted_val", coins / "val.json", coins / "val"]
     predict(config, photographs, output, "--min-score", "0", *coco)
@@ -91,10 +87,6 @@ def test_results_are_those_of_the_default_predictor(
         drawn = Image.open(output / "pictures" / name)
         plain = Image.open(photographs / name).resize(drawn.size)
         assert np.abs(np.asarray(drawn, float) - np.asarray(plain, float)).mean() > 5
-    program, *export = shlex.split(printed.out.splitlines()[-1])
-    assert (program, export[0]) == ("d2-memfit", "export")
-    main(export)
-    assert (tmp_path / "model.ts").is_file()
 
 
 def test_an_interrupted_run_has_its_last_checkpoint(config, photographs, tmp_path, capsys):

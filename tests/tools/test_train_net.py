@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """tools/train_net.py as users run it: as a process where that matters, else as a call."""
 
+import json
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from tiny import ROOT, read_metrics, tiny_cfg, tiny_model
 
 from d2_memfit.cli import train
 from d2_memfit.config import load_cfg
+from d2_memfit.data import hold_out
 from d2_memfit.memory import enforce_budget
 
 pytestmark = pytest.mark.slow
@@ -359,3 +361,51 @@ def test_a_budget_in_gb_and_training_alone_are_options_of_training_too(arguments
     assert cfg.MEMFIT.BUDGET_GB == 6
     assert not cfg.DATASETS.TEST
     assert not (tmp_path / "output" / "inference").exists()
+
+
+def held_out(arguments, coins):
+    """Arguments that hold a quarter of the images out, instead of naming two datasets."""
+    whole = ["--coco", "mine", coins / "val.json", coins / "val", "--hold-out", 0.25]
+    return [*arguments[:2], *whole, *arguments[-2:]]
+
+
+def parts_in(folder):
+    return [(folder / name).read_bytes() for name in ("train.json", "val.json")]
+
+
+def test_one_command_trains_on_one_part_and_evaluates_on_the_other(
+    arguments, coins, tmp_path, capsys
+):
+    arguments, output = held_out(arguments, coins), tmp_path / "output"
+    assert call(capsys, *arguments)[0] == 0
+    cfg = load_cfg(str(output / "config.yaml"))
+    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("mine_train",), ("mine_val",))
+    parts = parts_in(output)
+    train, held = ({i["id"] for i in json.loads(part)["images"]} for part in parts)
+    assert (len(train), len(held), train & held) == (12, 4, set())
+    results = json.loads((output / "inference" / "coco_instances_results.json").read_text())
+    assert {result["image_id"] for result in results} <= held
+    assert call(capsys, "--resume", *arguments, "SOLVER.MAX_ITER", 3)[0] == 0
+    assert read_metrics(output)[-1]["iteration"] == 2
+    assert parts_in(output) == parts
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        pytest.param(
+            ["-c", FORKED_RANKS, TRAIN_NET, "--num-gpus", 2, "--dist-url", "auto"], id="2"
+        ),
+        pytest.param(
+            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, TRAIN_NET],
+            marks=pytest.mark.long,
+            id="torchrun",
+        ),
+    ],
+)
+def test_two_ranks_hold_out_the_same_images(arguments, coins, tmp_path, ranks):
+    arguments = held_out(arguments, coins)
+    result = run_forked(*ranks, *arguments)
+    assert result.returncode == 0, result.stderr
+    hold_out([arguments[3:6]], 0.25, str(tmp_path / "expected"), False)
+    assert parts_in(tmp_path / "output") == parts_in(tmp_path / "expected")
