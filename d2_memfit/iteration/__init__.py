@@ -1,6 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""An iteration in numbers: sizes of batches, bytes by image, averaged weights."""
+"""An iteration in numbers: sizes of batches, bytes by image."""
 
-from .averaged_weights import *
 from .cost_model import *
 from .geometry import *
