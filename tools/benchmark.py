@@ -3,7 +3,6 @@
 """Measure the costs and the results of d2_memfit.
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
-tools/benchmark.py certificate     certified windows against what they really need
 tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
 tools/benchmark.py crowds           memory, time and results by the number of objects in an image
 tools/benchmark.py denoising        denoising queries of crowded images, with and without a limit
@@ -28,7 +27,6 @@ from importlib import import_module
 
 BENCHMARKS = (
     "accumulation",
-    "certificate",
     "crowded",
     "crowds",
     "denoising",

@@ -202,7 +202,7 @@ def _estimate(args: argparse.Namespace) -> None:
         show(text)
         return
     runs = _dry_runs(args)
-    dry_job = run_dry(job, device, args.probe, not args.training_only, runs)
+    dry_job = run_dry(job, device, args.probe, not args.training_only, runs, args.run)
     estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
     limit = dry_job.limit_bytes
     answer = answer_of_estimate(estimate)
@@ -240,13 +240,14 @@ def _plan(args: argparse.Namespace) -> None:
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         runs=runs,
         counts_objects=True,
+        run=args.run,
     )
     text, details = _with_notes(args, answer_of_plan(plan), describe_plan(plan))
     next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)
     # Files first: who reads what is printed may end early.
     if args.html is not None:
         before, after = (
-            run_dry(j, device, evaluates=False, runs=runs)
+            run_dry(j, device, evaluates=False, runs=runs, run=args.run)
             for j in (job, job.with_settings(plan.settings))
         )
         write_page(page_of_plan(plan, before, after, text, next_step, say), args.html)

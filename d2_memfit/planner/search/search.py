@@ -24,7 +24,7 @@ from ..device import DeviceModel
 from ..estimates import (
     DryJob,
     DryRuns,
-    as_in_runs,
+    as_in_run,
     chance_to_fit,
     job_class,
     margin_of,
@@ -66,6 +66,7 @@ def plan_memory(
     prefer: str = "exact",
     runs: Optional[DryRuns] = None,
     counts_objects: bool = False,
+    run: Optional[Union[str, Path]] = None,
 ) -> Plan:
     """Find the least harmful changes with which a job fits a budget.
 
@@ -76,8 +77,8 @@ def plan_memory(
         budget_gb: device memory for the whole process, in GB of 2^30 bytes.
         allow: tiers that may be used, of "exact", "precision" and "recipe".
         progress: called with a line for each dry run.
-        cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates: as for
-            :func:`~d2_memfit.planner.estimate_memory`.
+        cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates, run: as
+            for :func:`~d2_memfit.planner.estimate_memory`.
         cost_model: whether windows are cut by predicted bytes, if they must be cut.
         prefer: "exact", or "speed" for the plan that is predicted to be the fastest with the tiers
             "exact" and "precision".
@@ -101,8 +102,8 @@ def plan_memory(
     warning = why_no_card_has(budget_gb) if device.is_gpu else None
     if warning and not (budget_gb <= device.usable_gb or _has_card_of(budget_gb)):
         logger.warning(warning)
-    if not probe:
-        device = as_in_runs(job, device, under_budget=True)
+    if run is not None:
+        device = as_in_run(device, job, run, under_budget=True)
     planner = Planner(job, device, job_class(probe, device, runs), evaluates, progress)
     tiers = [tier for tier in TIERS if tier in allow]
     plan = planner.plan(budget_gb, tiers, prefer, counts_objects and not probe)
