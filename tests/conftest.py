@@ -128,7 +128,7 @@ def options_of_the_environment(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def records_of_runs(monkeypatch, tmp_path_factory):
-    """What one test's run needed is not known to the next test's plan."""
+    """What one test has asked is not known to the next test."""
     folder = tmp_path_factory.getbasetemp() / "records" / str(next(_numbers))
     monkeypatch.setenv("D2_MEMFIT_CACHE", str(folder))
     return folder

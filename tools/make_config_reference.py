@@ -81,8 +81,7 @@ only. Mixed precision is `train.amp.enabled`. In your own training loop, the key
 
 _PURPOSES = {
     "SOLVER": "accumulation",
-    "MEMFIT": "micro-batches, precision, budget, signals, averaged weights",
-    "MEMFIT.BEST": "the best checkpoint, early stopping",
+    "MEMFIT": "micro-batches, precision, budget, signals",
     "MEMFIT.OOM": "recovery from out-of-memory errors",
     "MEMFIT.NORMALIZERS": "counts that losses are divided by",
     "MEMFIT.MONITOR": "reports, leaks, owners of the memory",

@@ -122,8 +122,16 @@ def _parser_of_asking() -> argparse.ArgumentParser:
         "or a device file (default: this machine's GPU, or cuda if there "
         "is none)",
     )
-    parser.add_argument(
+    measured = parser.add_mutually_exclusive_group()
+    measured.add_argument(
         "--probe", action="store_true", help="measure on this machine's GPU, instead of a dry run"
+    )
+    measured.add_argument(
+        "--run",
+        type=Path,
+        metavar="OUTPUT_DIR",
+        help="the folder of an earlier run of this model on this machine: its peaks correct the "
+        "estimate",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     _add_details_option(parser)

@@ -179,7 +179,7 @@ def _estimate(args: argparse.Namespace) -> None:
             text = json.dumps(asdict(inference), indent=2)
         show(text)
         return
-    dry_job = run_dry(job, device, args.probe, not args.training_only)
+    dry_job = run_dry(job, device, args.probe, not args.training_only, args.run)
     estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
     limit = dry_job.limit_bytes
     answer = answer_of_estimate(estimate)
@@ -213,13 +213,15 @@ def _plan(args: argparse.Namespace) -> None:
         evaluates=not args.training_only,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         counts_objects=True,
+        run=args.run,
     )
     text, details = _with_notes(args, answer_of_plan(plan), describe_plan(plan))
     next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)
     # Files first: who reads what is printed may end early.
     if args.html is not None:
         before, after = (
-            run_dry(j, device, evaluates=False) for j in (job, job.with_settings(plan.settings))
+            run_dry(j, device, evaluates=False, run=args.run)
+            for j in (job, job.with_settings(plan.settings))
         )
         write_page(page_of_plan(plan, before, after, text, next_step, say), args.html)
     if args.output is not None and plan.fits:

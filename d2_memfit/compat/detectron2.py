@@ -155,16 +155,10 @@ def saving_periods(trainer: TrainerBase) -> set[int]:
     return {period for period in best | periodic if period > 0}
 
 
-def replace_evaluations(
-    trainer: TrainerBase, wrap: Callable[[Any], Any], period: Optional[int] = None
-) -> None:
-    """Replace the function of each ``EvalHook`` of a trainer by ``wrap(function)``.
-
-    Args:
-        period: period of these hooks; None for any.
-    """
+def replace_evaluations(trainer: TrainerBase, wrap: Callable[[Any], Any]) -> None:
+    """Replace the function of each ``EvalHook`` of a trainer by ``wrap(function)``."""
     for hook in trainer._hooks:
-        if isinstance(hook, EvalHook) and period in (None, hook._period):
+        if isinstance(hook, EvalHook):
             hook._func = wrap(hook._func)
 
 

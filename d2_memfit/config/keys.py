@@ -40,22 +40,6 @@ _C.MEMFIT.PRESET = ""
 # Whether SIGTERM, SIGINT, SIGUSR2 and SIGHUP end the run after the current iteration, with a
 # checkpoint.
 _C.MEMFIT.STOP_ON_SIGNALS = True
-# Decay of an exponential moving average of the weights, such as 0.999, which each optimizer step
-# updates. Evaluations use the averaged weights, and checkpoints have them as "model". A resumed run
-# continues from the trained weights. The average needs as much memory as the trained weights. None:
-# no averaging.
-_C.MEMFIT.EMA_DECAY = None
-
-_C.MEMFIT.BEST = CN()
-# Result of the evaluations every TEST.EVAL_PERIOD iterations, such as "bbox/AP", by which
-# OUTPUT_DIR/model_best.pth is chosen. With several test sets, the set's name comes first, as in
-# "coco_2017_val/bbox/AP". "": no best checkpoint.
-_C.MEMFIT.BEST.METRIC = ""
-# Whether the best METRIC is the largest, "max", or the smallest, "min".
-_C.MEMFIT.BEST.MODE = "max"
-# Evaluations in a row without a better METRIC after which the run ends, as if it were finished.
-# None: the run does not end early.
-_C.MEMFIT.BEST.PATIENCE = None
 
 _C.MEMFIT.OOM = CN()
 # What happens at an out-of-memory error. "raise" ends the run, as in Detectron2. "split" undoes the
@@ -110,8 +94,6 @@ _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
 # What a plan prefers if an exact plan fits. "exact" keeps the gradients. "speed" chooses the plan
 # that is predicted to be the fastest, even if the job would fit without changes.
 _C.MEMFIT.PLAN.PREFER = "exact"
-# Whether estimates and plans use the peaks of earlier runs on this device with this software.
-_C.MEMFIT.PLAN.FROM_RUNS = True
 # GB that a plan predicts for its largest images: allocated, reserved, and outside PyTorch's
 # allocator. Plans write this key, and the run records it with its own peaks.
 _C.MEMFIT.PLAN.PREDICTED_GB = []

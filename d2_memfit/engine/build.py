@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import HookBase, TrainerBase
+from detectron2.engine import TrainerBase
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import nn
@@ -23,7 +23,7 @@ from ..job import Job, checked_loader
 from ..job.parts import GivenParts, TrainerParts, has_own_step
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
-from .hooks import BestCheckpoint, job_hooks
+from .hooks import job_hooks
 from .not_finite import has_random_weights_behind_frozen_norms
 from .resuming import MemfitCheckpointer, SaveOnEnding, checkpointers_of
 from .train_loop import AccumulatingTrainer
@@ -37,10 +37,8 @@ _OF_RUN_STEP = (
     "MEMFIT.MICRO_BATCH",
     "MEMFIT.OOM.POLICY",
     "MEMFIT.AMP_DTYPE",
-    "MEMFIT.EMA_DECAY",
     "MEMFIT.MONITOR.SNAPSHOT_ON_OOM",
 )
-_OF_HOOKS = ("MEMFIT.MONITOR", "MEMFIT.BEST")
 
 
 class Run:
@@ -81,7 +79,6 @@ class Run:
             "micro_batch_size": job.geometry.micro_batch_size,
             "recovery": job.recovery,
             "normalizers": job.normalizers,
-            "ema_decay": job.cfg.MEMFIT.EMA_DECAY,
         }
         self.ddp_options: dict[str, Any] = apply_techniques("ddp", {}, job.cfg)
         self.not_built = {"model", "optimizer", "loader"}
@@ -153,10 +150,9 @@ class Run:
             CheckpointError: as in :meth:`start`.
         """
         defaults = default_keys()
-        asked = [k for k in _OF_HOOKS if value_of(self.job.cfg, k) != value_of(defaults, k)]
-        if asked:
+        if self.job.cfg.MEMFIT.MONITOR != defaults.MEMFIT.MONITOR:
             raise ConfigError(
-                f"{' and '.join(asked)} is on, and a loop of run_step() calls no hooks: train with "
+                "MEMFIT.MONITOR is on, and a loop of run_step() calls no hooks: train with "
                 "trainer.train(start_iter, max_iter), or leave its keys at their defaults"
             )
         if self._project_trainer and comm.is_main_process():
@@ -172,17 +168,11 @@ class Run:
         self._register_hooks(trainer)  # a project may have replaced the list since
         own = next(iter(checkpointers_of(trainer)), None)
         hooks = compat.hooks_of(trainer)
-        metric = self.cfg.MEMFIT.BEST.METRIC
-        if metric and own is None and comm.is_main_process():
-            raise ConfigError(
-                f"MEMFIT.BEST.METRIC {metric} would do nothing: no hook of the trainer saves. "
-                "Register hooks.PeriodicCheckpointer(checkpointer, PERIOD)"
-            )
         for checkpointer in checkpointers_of(trainer, MemfitCheckpointer):
             checkpointer.start_run(is_new=checkpointer is own and trainer.start_iter == 0)
         if not any(isinstance(hook, SaveOnEnding) for hook in hooks):
             trainer.register_hooks([SaveOnEnding(own, self.cfg.MEMFIT.STOP_ON_SIGNALS)])
-        hooks.sort(key=_place)
+        hooks.sort(key=lambda hook: isinstance(hook, SaveOnEnding))  # after everything
         if isinstance(self.job.parts, TrainerParts):
             _write_plain_config(self.job.cfg)
         if not self.cfg.MODEL.WEIGHTS and not isinstance(self.job.parts, GivenParts):
@@ -208,11 +198,6 @@ class Run:
                 f"{', '.join(asked)}: {method} does not call {step}.run_step(), which reads these "
                 "keys. Call it. For losses of your own: self._trainer.loss_fn = FUNCTION"
             )
-
-
-def _place(hook: HookBase) -> int:
-    """The order of hooks: the best is saved after evaluations, and an ending after everything."""
-    return 2 if isinstance(hook, SaveOnEnding) else int(isinstance(hook, BestCheckpoint))
 
 
 def _check_same_iteration(first: int, output_dir: str) -> None:
@@ -278,7 +263,8 @@ def build_trainer(
         model: on the job's device; None builds the job's. DDP around it is replaced.
         data_loader: of this rank; None builds the job's.
         optimizer: optimizer of the model's parameters; None builds the job's.
-        kwargs: other arguments of :class:`AccumulatingTrainer`, such as ``ema_decay``.
+        kwargs: other arguments of :class:`AccumulatingTrainer`, such as
+            ``gather_metric_period``.
 
     Raises:
         ConfigError: a technique or recovery cannot work with the model or optimizer, or a key would

@@ -27,6 +27,7 @@ from .resuming import (
     Progress,
     call_after_train,
     checkpointers_of,
+    last_iteration,
     saved_at_end,
 )
 from .train_loop import AccumulatingTrainer
@@ -207,6 +208,7 @@ class MemfitMixin(_Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
+        state["iteration"] = last_iteration(self)
         if not compat.SAVES_INNER_TRAINER and self._inner is not self:
             state["_trainer"] = self._trainer.state_dict()
         return state

@@ -9,7 +9,6 @@ from torch import nn
 
 from .. import compat
 from ..evaluation import coco_evaluators
-from ..iteration import with_averaged_weights
 from ..job import checked_test_loaders
 from ..memory import enforce_budget
 from ..settings import Settings
@@ -30,8 +29,7 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
         with evaluating(job.cfg, model):
             inference_on_dataset(model, test_loader, evaluator)
 
-    Within itself, for the same model, it does nothing. If a trainer keeps an average of its
-    weights, the model has the average while this is open.
+    Within itself, for the same model, it does nothing.
 
     Yields:
         CfgNode: the config, with its budget as a number.
@@ -44,7 +42,6 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
     if cfg.MEMFIT.BUDGET_GB is not None:
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
     with (
-        with_averaged_weights(compat.without_ddp(model)),
         ready_to_evaluate(compat.without_ddp(model), cfg),
         recovering_inference(model, settings.recovery),
         checked_test_loaders(cfg),

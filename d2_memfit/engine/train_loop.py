@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..common.checks import check_positive_int
 from ..errors import OutOfMemoryError
-from ..iteration import AveragedWeights
 from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
@@ -69,7 +68,6 @@ class AccumulatingTrainer(ResumableTrainer):
         gather_metric_period: iterations between metrics. Losses are checked in every iteration.
         zero_grad_before_forward: False keeps the last iteration's gradients, and their memory, for
             the next forward, as Detectron2 does. They are not used.
-        ema_decay: as MEMFIT.EMA_DECAY. ``evaluating`` and ``MemfitCheckpointer`` use the average.
 
     Attributes:
         cutter: cuts windows into micro-batches.
@@ -96,11 +94,10 @@ class AccumulatingTrainer(ResumableTrainer):
         clip_gradients: Optional[Callable[[list[nn.Parameter]], Any]] = None,
         gather_metric_period: int = 1,
         zero_grad_before_forward: bool = True,
-        ema_decay: Optional[float] = None,
     ) -> None:
         check_positive_int("gather_metric_period", gather_metric_period)
         given = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
-        check_arguments("MEMFIT", {**given, "ema_decay": ema_decay})
+        check_arguments("MEMFIT", given)
         if not isinstance(precision, Precision):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps
@@ -129,10 +126,6 @@ class AccumulatingTrainer(ResumableTrainer):
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             check_ddp(model, recovers=recovers)
         super().__init__(model, data_loader, optimizer)
-        self.average: Optional[AveragedWeights] = None
-        if ema_decay is not None:
-            self.average = AveragedWeights(bare_model, ema_decay)
-            self.average.keep_for(bare_model)
         self.loss_fn = loss_fn
         self.clip_gradients = clip_gradients
         self.gather_metric_period = gather_metric_period
@@ -204,9 +197,7 @@ class AccumulatingTrainer(ResumableTrainer):
             self._clip()
             with raising_handlers_held_back():
                 self.progress = Progress(self.iter, is_stepping=True)
-                has_changed = self.precision.step(self.optimizer, self.iter)
-                if self.average is not None and has_changed:
-                    self.average.update(compat.without_ddp(self.model))
+                self.precision.step(self.optimizer, self.iter)
                 self._end_step(reports)
 
     def _attempt(self, window: Window, storage: WindowStorage) -> RankReport:
@@ -368,8 +359,6 @@ class AccumulatingTrainer(ResumableTrainer):
             state["recovery"] = self.recovery.state_dict(learned)
         if rules := self.loss_rules.state_dict():
             state["loss_rules"] = rules
-        if self.average is not None:
-            state["ema"] = self.average.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -378,7 +367,3 @@ class AccumulatingTrainer(ResumableTrainer):
         if self.recovery is not None and "recovery" in state_dict:
             self.recovery.load_state_dict(state_dict["recovery"])
         self.loss_rules.load_state_dict(state_dict.get("loss_rules", {}))
-        if "ema" in state_dict:  # a run that keeps no average goes on from the trained weights too
-            model = compat.without_ddp(self.model)
-            average = self.average or AveragedWeights(model, 0.5)
-            average.load_state_dict(state_dict["ema"], model)

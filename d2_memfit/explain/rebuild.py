@@ -25,7 +25,7 @@ from .records import LoggedRun
 __all__ = ["Help", "Rebuilt", "card_of", "rebuild"]
 
 # Values of the log that are of its machine.
-_HERE = {"OUTPUT_DIR": "./output", "MODEL.DEVICE": "cuda", "MEMFIT.PLAN.FROM_RUNS": False}
+_HERE = {"OUTPUT_DIR": "./output", "MODEL.DEVICE": "cuda"}
 _NO_LIMIT = 10_000  # pixels of a longest side
 _MOST_IMAGES, _MOST_DATASETS = 256, 16  # on a GPU, and of a split: more is a mistake
 

@@ -105,8 +105,7 @@ class Item:
         Raises:
             MemfitError: a project or its library is missing.
         """
-        # Predictions are compared with what is measured, so they do not start from it.
-        settings = {"MODEL.DEVICE": str(device), "MEMFIT.PLAN.FROM_RUNS": False, **self.settings}
+        settings = {"MODEL.DEVICE": str(device), **self.settings}
         if not self.evaluates:
             settings["DATASETS.TEST"] = ()
         if self.project:

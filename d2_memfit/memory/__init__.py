@@ -3,11 +3,9 @@
 
 from .allocator import *
 from .budget import *
-from .census import *
 from .host import *
 from .meter import *
 from .oom import *
 from .owners import *
 from .readings import *
 from .run_record import *
-from .trend import *

@@ -1,13 +1,11 @@
 # Copyright (c) the d2_memfit developers.
-"""Records of the peaks of training runs, in the user's cache folder."""
+"""The record of the peaks of a training run."""
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -21,10 +19,9 @@ from ..common.reading import load_fields, load_json
 from ..common.units import MB
 from ..errors import DataError
 
-__all__ = ["RunRecord", "device_and_software", "keep_record", "records_folder", "records_here"]
+__all__ = ["RunRecord", "device_and_software"]
 
-_MOST_RECORDS = 200  # the oldest go
-_FOLDER = "D2_MEMFIT_CACHE"
+_FILE_NAME = "memfit_peaks.json"
 
 
 @dataclass(frozen=True)
@@ -69,17 +66,30 @@ class RunRecord:
     def has_budget(self) -> bool:
         return self.settings.get("MEMFIT.BUDGET_GB") is not None
 
-    def write(self, path: Union[str, Path]) -> None:
-        """Write a JSON file.
+    def write(self, folder: Union[str, Path]) -> None:
+        """Write memfit_peaks.json.
 
         Raises:
             OSError: it cannot be written.
         """
-        with whole_file(path, "w") as file:
-            file.write(f"{self.to_json()}\n")
+        os.makedirs(folder, exist_ok=True)
+        text = json.dumps(asdict(self), indent=1, default=list)  # a LazyConfig has other lists
+        with whole_file(Path(folder) / _FILE_NAME, "w") as file:
+            file.write(f"{text}\n")
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1, default=list)  # a LazyConfig has other lists
+    @classmethod
+    def read(cls, folder: Union[str, Path]) -> "RunRecord":
+        """Read memfit_peaks.json of a run.
+
+        Raises:
+            DataError: there is none, or it is torn or of another version.
+        """
+        path = Path(folder) / _FILE_NAME
+        record: RunRecord = load_fields(cls, load_json(path, "the record of a run "), str(path))
+        numbers = (value for value in asdict(record).values() if isinstance(value, int))
+        if min(numbers) < 0:
+            raise DataError(f"{path} has negative numbers")
+        return record
 
 
 def device_and_software(device: torch.device) -> dict[str, Any]:
@@ -93,43 +103,6 @@ def device_and_software(device: torch.device) -> dict[str, Any]:
     here.update(device=properties.name, memory_mb=properties.total_memory // MB)
     here.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), driver=_driver())
     return here
-
-
-def records_folder() -> Path:
-    """The folder of records: that of the environment variable D2_MEMFIT_CACHE, or the user's."""
-    named = os.environ.get(_FOLDER)
-    return Path(named) if named else Path(os.path.expanduser("~/.cache/d2_memfit"))
-
-
-def keep_record(record: RunRecord) -> None:
-    """Write a record to the folder of records, and delete the oldest of many.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    folder = records_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256(record.to_json().encode()).hexdigest()[:12]
-    time = re.sub(r"\D", "", record.date)
-    record.write(folder / f"run_{time}_{digest}.json")
-    for path in sorted(folder.glob("run_*.json"))[:-_MOST_RECORDS]:
-        with contextlib.suppress(OSError):  # another process may have deleted it
-            path.unlink()
-
-
-def records_here(device: torch.device) -> Iterator[RunRecord]:
-    """Records of this device and software, oldest first. Other files are left out."""
-    here = device_and_software(device)
-    try:
-        paths = sorted(records_folder().glob("run_*.json"))
-    except OSError:  # it may not be read
-        return
-    for path in paths:
-        with contextlib.suppress(DataError):  # it is torn, or of another version
-            record = load_fields(RunRecord, load_json(path), str(path))
-            numbers = (v for v in asdict(record).values() if isinstance(v, int))
-            if record.here == here and min(numbers) >= 0:
-                yield record
 
 
 def _cpu_name() -> str:

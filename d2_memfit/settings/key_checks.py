@@ -77,23 +77,9 @@ def _plan_has_budget(cfg: CfgNode) -> None:
         raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
 
 
-def _patience_has_metric(cfg: CfgNode) -> None:
-    if cfg.MEMFIT.BEST.PATIENCE is not None and not cfg.MEMFIT.BEST.METRIC:
-        raise ConfigError('MEMFIT.BEST.PATIENCE needs a MEMFIT.BEST.METRIC, such as "bbox/AP"')
-
-
-def _metric_is_evaluated(cfg: CfgNode) -> None:
-    metric = cfg.MEMFIT.BEST.METRIC
-    if metric and not (cfg.TEST.EVAL_PERIOD > 0 and cfg.DATASETS.TEST):
-        raise ConfigError(
-            f"MEMFIT.BEST.METRIC {metric}: nothing is evaluated before the end of the run. Set "
-            "TEST.EVAL_PERIOD and DATASETS.TEST"
-        )
-
-
 _SWITCHES = (
     *("EVALUATION.ON_DISK", "MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE"),
-    *("PLAN.ENABLED", "PLAN.FROM_RUNS", "STOP_ON_SIGNALS"),
+    *("PLAN.ENABLED", "STOP_ON_SIGNALS"),
 )
 _CHECKS: dict[str, Check] = {
     **{f"MEMFIT.{key}": check_bool for key in _SWITCHES},
@@ -106,14 +92,6 @@ _CHECKS: dict[str, Check] = {
     "MEMFIT.AMP_DTYPE": _choice("float16", "bfloat16"),
     "MEMFIT.BUDGET_GB": lambda key, value: check_budget(value),
     "MEMFIT.PRESET": _preset,
-    "MEMFIT.EMA_DECAY": _or_none(
-        must(
-            "a number above 0 and below 1, such as 0.999",
-            lambda value: isinstance(value, float) and 0 < value < 1,
-        )
-    ),
-    "MEMFIT.BEST.MODE": _choice("max", "min"),
-    "MEMFIT.BEST.PATIENCE": _or_none(check_positive_int),
     "MEMFIT.OOM.POLICY": _choice("raise", "split"),
     "MEMFIT.OOM.LAST_RESORT": _choice("raise", "skip"),
     "MEMFIT.NORMALIZERS.POLICY": _choice("window", "exact", "off"),
@@ -140,11 +118,8 @@ _CHECKS: dict[str, Check] = {
 }
 _PLAN = ("MEMFIT.PLAN.ENABLED", "MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
 _BATCH = ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS")
-_BEST = ("MEMFIT.BEST.METRIC", "MEMFIT.BEST.PATIENCE", "TEST.EVAL_PERIOD")
 _RELATIONS: tuple[tuple[Sequence[str], Callable[[CfgNode], Any]], ...] = (
     (_PLAN, _plan_has_budget),
-    (_BEST, _patience_has_metric),
-    (_BEST, _metric_is_evaluated),
 )
 
 

@@ -71,18 +71,15 @@ class Precision:
         """Add the gradients of ``loss`` to the existing ones, scaled if there is a scaler."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def step(self, optimizer: torch.optim.Optimizer, iteration: int = 0) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, iteration: int = 0) -> None:
         """Step with the complete gradients of an iteration. Call it once per iteration.
 
         Args:
             iteration: used in the warning about a skipped step.
-
-        Returns:
-            bool: False if the gradients were not finite. Then only the scale has changed.
         """
         if self.scaler is None:
             optimizer.step()
-            return True
+            return
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
@@ -94,7 +91,6 @@ class Precision:
                 iteration,
                 scale,
             )
-        return scale >= before
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state under Detectron2's key; empty without a scaler."""

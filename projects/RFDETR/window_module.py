@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """RF-DETR's own training, with estimates, batches that are cut to fit, and recovery."""
 
+import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Optional
@@ -112,7 +113,6 @@ class WindowModule(RFDETRModelModule):
             data_loader=(),
             optimizer=optimizer,
             loss_fn=RfdetrLosses(self.criterion),
-            ema_decay=None,  # the moving average is a callback of rfdetr's
         )
         if self._inner.optimizer is not optimizer:
             raise ConfigError("the job changes rfdetr's optimizer: plan with allow=['exact']")
@@ -170,17 +170,22 @@ def job_of(
         with replaced_functions([rfdetr_criterion], without_ties):
             return losses(model, batch)
 
-    average = {"ema_decay": train_config.ema_decay} if train_config.use_ema else {}
+    def build_model() -> nn.Module:
+        model = build_model_from_config(model_config, train_config)
+        if train_config.use_ema:  # estimates count the moving average, a callback of rfdetr's
+            model.average = copy.deepcopy(model).requires_grad_(False)
+        return model
+
     mixed = ("bf16",) if device == "cpu" else ("bf16", "auto")
     return Job(
-        model=lambda: build_model_from_config(model_config, train_config),
+        model=build_model,
         optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=train_config.lr),
         images_per_batch=train_config.batch_size,
         device=device,
         amp_dtype="bfloat16" if train_config.amp_dtype in mixed else None,
         batch=Columns([image], [mask], [True], [target]),
         loss_fn=losses_of_points,
-        memfit={**average, **(memfit or {})},
+        memfit=memfit,
         **kwargs,
     )
 

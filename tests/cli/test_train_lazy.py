@@ -225,17 +225,3 @@ def test_techniques_are_applied(arguments, tmp_path, log):
     assert (tmp_path / "output" / "memfit_memory_1.json").exists()
     for name in ("ChunkedMatching", "ActivationCheckpointing", "SharedDataset", "EvaluationOnHost"):
         assert f"Technique {name} (exact) is on" in log.text
-
-
-def test_the_best_checkpoint_early_stopping_and_an_average(arguments, tmp_path, log):
-    options = ["train.max_iter=9", "train.eval_period=1", "+train.memfit.ema_decay=0.5"]
-    best = ["+train.memfit.best.metric=bbox/AP", "+train.memfit.best.patience=1"]
-    # Nothing is learnt, so the first evaluation stays the best.
-    run(*arguments, *options, *best, "optimizer.params.base_lr=0.0")
-    output = tmp_path / "output"
-    final, first = (
-        torch.load(output / f"model_{name}.pth", weights_only=True) for name in ("final", "best")
-    )
-    assert (final["iteration"], first["iteration"]) == (1, 0)
-    assert final["trainer"]["ema"]["is_in_model"]
-    assert "the run ends after iteration 1, because bbox/AP was not better in 1" in log.text

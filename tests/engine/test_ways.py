@@ -182,10 +182,6 @@ def error_of(way, folder, keys, resume=False):
 
 REFUSED = {
     "a technique for no module": ({"MEMFIT.CHECKPOINT.MODULES": ["no_such"]}, "no module of the"),
-    "a key that would do nothing": (
-        {"MEMFIT.BEST.PATIENCE": 1},
-        "MEMFIT.BEST.PATIENCE needs a MEMFIT.BEST.METRIC",
-    ),
     "a plan without a budget": (
         {"MEMFIT.PLAN.ENABLED": True},
         "MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB",
@@ -215,11 +211,10 @@ def budget_gb():
 
 
 def train_with_all(rank, way, folder, coins):
-    """What a run with a budget, a monitor, a best checkpoint and an average leaves."""
+    """What a run with a budget and a monitor leaves."""
     known(coins)
     budget = budget_gb()
-    keys = {"MEMFIT.MONITOR.PERIOD": 1, "MEMFIT.EMA_DECAY": 0.5, "MEMFIT.BUDGET_GB": budget}
-    keys |= {"MEMFIT.BEST.METRIC": "bbox/AP", "TEST.EVAL_PERIOD": 1}
+    keys = {"MEMFIT.MONITOR.PERIOD": 1, "MEMFIT.BUDGET_GB": budget, "TEST.EVAL_PERIOD": 1}
     try:
         assert error_of(way, folder, keys) == ""
         return resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30 - budget
@@ -236,16 +231,12 @@ def known(coins):
 def check_all(folder, log):
     assert any("memfit/allocated_gb" in line for line in read_metrics(folder))
     assert {m["effective_batch"] for m in read_metrics(folder) if "effective_batch" in m} == {4}
-    for name in ("model_best", "model_final"):
-        checkpoint = torch.load(folder / f"{name}.pth", weights_only=True)
-        state = checkpoint["trainer"]
-        state = state.get("_trainer", state)
-        assert {"ema", "optimizer", "run"} <= set(state)
-    assert re.search(r"bbox/AP \d\.\d+ is the best so far: model_best\.pth", log)
+    state = torch.load(folder / "model_final.pth", weights_only=True)["trainer"]
+    assert {"optimizer", "run"} <= set(state.get("_trainer", state))
     assert "Effective batch: SOLVER.IMS_PER_BATCH 2 x SOLVER.ACCUMULATION_STEPS 2" in log
 
 
-def test_budget_monitor_best_and_average_work(way, coins, tmp_path, log):
+def test_budget_and_monitor_work(way, coins, tmp_path, log):
     assert abs(train_with_all(0, way, tmp_path, coins)) < 1
     check_all(tmp_path, log.text)
 
@@ -253,7 +244,7 @@ def test_budget_monitor_best_and_average_work(way, coins, tmp_path, log):
 def test_and_on_two_ranks(way, coins, tmp_path, two_ranks):
     for over in two_ranks.run(train_with_all, way, tmp_path, coins):
         assert abs(over) < 1
-    saved = torch.load(tmp_path / "model_best.pth", weights_only=True)["trainer"]
+    saved = torch.load(tmp_path / "model_final.pth", weights_only=True)["trainer"]
     assert None not in saved.get("_trainer", saved)["run"]["ranks"]
 
 
@@ -375,10 +366,7 @@ def test_also_in_a_loop_of_ones_own(coins, tmp_path, two_ranks):
         assert "[0, 3]" in error
 
 
-def test_a_best_that_nobody_saves_is_an_error(coins, tmp_path):
-    keys = {"MEMFIT.BEST.METRIC": "bbox/AP", "TEST.EVAL_PERIOD": 1}
-    job = Job.from_cfg(cfg_of(tmp_path, keys))
-    with pytest.raises(MemfitError, match="would do nothing: no hook of the trainer saves"):
-        build_trainer(job).train(0, 1)
-    with EventStorage(), pytest.raises(MemfitError, match=r"BEST is on, and a loop of run_step\("):
+def test_a_monitor_in_a_loop_without_hooks_is_an_error(coins, tmp_path):
+    job = Job.from_cfg(cfg_of(tmp_path, {"MEMFIT.MONITOR.PERIOD": 1}))
+    with EventStorage(), pytest.raises(MemfitError, match=r"MONITOR is on, and a loop of run_step"):
         build_trainer(job).run_step()

@@ -14,7 +14,7 @@ from forks import run_forked
 from monitored import cheap_trainer
 from tiny import run_process
 
-from d2_memfit.engine.hooks.shared_device import EnforceBudget
+from d2_memfit.engine.hooks.enforce_budget import EnforceBudget
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import (
     auto_budget_gb,

@@ -1,15 +1,15 @@
 # Copyright (c) the d2_memfit developers.
-"""Records of runs on disk: whole, torn, foreign, of another device, or out of reach."""
+"""Records of runs on disk: whole, torn, foreign, or missing."""
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from d2_memfit.memory import RunRecord, device_and_software, keep_record, records_here
-from d2_memfit.memory import run_record as module
+from d2_memfit.errors import DataError
+from d2_memfit.memory import RunRecord, device_and_software
 
 CPU = torch.device("cpu")
 RECORD = RunRecord(
@@ -29,22 +29,9 @@ RECORD = RunRecord(
 )
 
 
-def test_a_kept_record_is_read_again():
-    keep_record(RECORD)
-    assert list(records_here(CPU)) == [RECORD]
-
-
-def test_the_folder_is_in_the_users_cache(monkeypatch, tmp_path):
-    monkeypatch.delenv("D2_MEMFIT_CACHE")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    keep_record(RECORD)
-    assert len(list((tmp_path / ".cache" / "d2_memfit").glob("run_*.json"))) == 1
-
-
-@pytest.mark.parametrize("key", ["d2_memfit", "torch", "device", "memory_mb", "cores"])
-def test_another_device_or_software_has_its_own_records(key):
-    keep_record(replace(RECORD, here={**RECORD.here, key: "another"}))
-    assert not list(records_here(CPU))
+def test_a_written_record_is_read_again(tmp_path):
+    RECORD.write(tmp_path / "output")
+    assert RunRecord.read(tmp_path / "output") == RECORD
 
 
 @pytest.mark.parametrize(
@@ -68,37 +55,21 @@ def test_another_device_or_software_has_its_own_records(key):
         "\udcff".encode(errors="surrogateescape"),
     ],
 )
-def test_what_is_no_record_is_left_out(records_of_runs, text, alarm):
-    records_of_runs.mkdir(parents=True)
+def test_what_is_no_record_is_an_error(text, tmp_path):
     data = text if isinstance(text, bytes) else text.encode()
-    (records_of_runs / "run_1.json").write_bytes(data)
-    (records_of_runs / "run_2.json").mkdir()
-    os.mkfifo(records_of_runs / "run_3.json")
-    keep_record(RECORD)
-    assert list(records_here(CPU)) == [RECORD]
+    (tmp_path / "memfit_peaks.json").write_bytes(data)
+    with pytest.raises(DataError):
+        RunRecord.read(tmp_path)
 
 
-def test_no_folder_and_a_file_in_its_place_have_no_records(records_of_runs):
-    assert not list(records_here(CPU))
-    records_of_runs.parent.mkdir(exist_ok=True)
-    records_of_runs.write_text("")
-    assert not list(records_here(CPU))
-    with pytest.raises(FileExistsError):
-        keep_record(RECORD)
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root may read every folder")
-def test_a_folder_that_may_not_be_read_has_no_records(records_of_runs):
-    keep_record(RECORD)
-    records_of_runs.chmod(0)
-    try:
-        assert not list(records_here(CPU))
-    finally:
-        records_of_runs.chmod(0o700)
-
-
-def test_the_oldest_records_go(monkeypatch):
-    monkeypatch.setattr(module, "_MOST_RECORDS", 3)
-    for second in range(5):
-        keep_record(replace(RECORD, date=f"2026-11-24 13:05:0{second}"))
-    assert [record.date[-1] for record in records_here(CPU)] == ["2", "3", "4"]
+def test_no_file_a_folder_and_a_pipe_have_no_record(tmp_path, alarm):
+    with pytest.raises(DataError):
+        RunRecord.read(tmp_path / "missing")
+    file = tmp_path / "memfit_peaks.json"
+    file.mkdir()
+    with pytest.raises(DataError):
+        RunRecord.read(tmp_path)
+    file.rmdir()
+    os.mkfifo(file)
+    with pytest.raises(DataError):
+        RunRecord.read(tmp_path)

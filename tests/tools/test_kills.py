@@ -67,12 +67,6 @@ def final_weights(folder):
     return torch.load(folder / "model_final.pth", weights_only=True)["model"]
 
 
-def best_weights(folder):
-    """The weights of the best checkpoint: the average, and the trained ones."""
-    file = torch.load(folder / "model_best.pth", weights_only=True)
-    return {**file["model"], **file["trainer"]["_trainer"]["ema"]["weights"]}
-
-
 KILLED_IN_ITERATION_7 = """
 import os, runpy, signal, sys
 from d2_memfit.engine import AccumulatingTrainer
@@ -94,9 +88,7 @@ def ranks_of(torchrun):
     return [child for child in children if "train_net.py" in " ".join(child.cmdline())]
 
 
-BEST = {
-    "MEMFIT.EMA_DECAY": 0.9,
-    "MEMFIT.BEST.METRIC": "bbox/AP",
+EVALUATED = {
     "DATASETS.TEST": ("coins_train",),
     "TEST.EVAL_PERIOD": 3,  # after the checkpoint of the same iteration
 }
@@ -110,20 +102,19 @@ def wait_for_end(process):
         time.sleep(0.05)
 
 
-def check_same(tmp_path, has_best):
-    for weights in [final_weights, *([best_weights] if has_best else [])]:
-        expected, actual = (weights(tmp_path / name) for name in ("straight", "resumed"))
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+def check_same(tmp_path):
+    expected, actual = (final_weights(tmp_path / name) for name in ("straight", "resumed"))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "keys",
     [
-        {"DATALOADER.NUM_WORKERS": 2, **BEST, "MEMFIT.BEST.MODE": "min"},  # the first is best
+        {"DATALOADER.NUM_WORKERS": 2, **EVALUATED},
         pytest.param({"SOLVER.AMP.ENABLED": True}, marks=pytest.mark.exhaustive),
     ],
-    ids=["float32, its average and its best", "float16"],
+    ids=["float32", "float16"],
 )
 def test_a_run_that_was_killed_ends_with_the_same_weights(coins, tmp_path, keys):
     log = tmp_path / "log"
@@ -135,26 +126,26 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(coins, tmp_path, keys)
     assert (tmp_path / "resumed" / "last_checkpoint").read_text() == "model_0000005.pth"
     finish(start(resumed, log), log)
     assert "The data continue where they were" in log.read_text()
-    check_same(tmp_path, "MEMFIT.EMA_DECAY" in keys)
+    check_same(tmp_path)
 
 
 @pytest.mark.long
-def test_two_ranks_that_were_killed_go_on_from_the_best_and_end_with_the_same(coins, tmp_path):
+def test_two_ranks_that_were_killed_end_with_the_same_weights(coins, tmp_path):
     log, script = tmp_path / "log", tmp_path / "killed.py"
     script.write_text(KILLED_IN_ITERATION_7)
 
     def two_ranks_of(name):
-        _, *options = command(coins, tmp_path, name, 1, **BEST)
-        keys = ["SOLVER.IMS_PER_BATCH", 4, "SOLVER.CHECKPOINT_PERIOD", 100]
+        _, *options = command(coins, tmp_path, name, 1, **EVALUATED)
+        keys = ["SOLVER.IMS_PER_BATCH", 4]
         return [TRAIN_NET, *options, "--num-gpus", 2, "--dist-url", "auto", *keys]
 
     finish(start_with_forked_ranks(two_ranks_of("straight"), log), log)
     process = start_with_forked_ranks([script, *two_ranks_of("resumed")], log)
     assert process.wait(TIME_LIMIT_S) == 128 + signal.SIGKILL, log.read_text()[-4000:]
     wait_for_end(process)
-    assert (tmp_path / "resumed" / "last_checkpoint").read_text() == "model_best.pth"
+    assert (tmp_path / "resumed" / "last_checkpoint").read_text() == "model_0000005.pth"
     finish(start_with_forked_ranks(two_ranks_of("resumed"), log), log)
-    check_same(tmp_path, has_best=True)
+    check_same(tmp_path)
 
 
 LATE_RANK = """
@@ -247,13 +238,13 @@ def end_at_random(job, printed, is_late, rng):
 def test_whole_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weights(coins, tmp_path):
     """Six endings, or as many as ENDINGS says.
 
-    Half of them are of resumed runs. A third are of runs with MEMFIT.BEST and an average, and a
-    third in the last two iterations or the evaluation after them.
+    Half of them are of resumed runs. A third are of runs with evaluations, and a third in the last
+    two iterations or the evaluation after them.
     """
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job ignores it where this does, as in nohup
     rng, printed = random.Random(int(os.environ.get("SEED", "0"))), tmp_path / "printed"
     keys = {"SOLVER.MAX_ITER": 16, "DATALOADER.NUM_WORKERS": 1, "DATASETS.TEST": ("coins_train",)}
-    kinds = [keys, keys, {**BEST, **keys}]
+    kinds = [keys, keys, {**EVALUATED, **keys}]
 
     def start_run(name, kind):
         full = command(coins, tmp_path, name, 1, **kinds[kind])
@@ -274,8 +265,7 @@ def test_whole_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weight
             done += [ending] if ending else []
             print(len(done), kind, "late" if is_late else "", ending, flush=True)
         finish(start_run(name, kind), printed)
-        expected, actual = (tmp_path / n for n in (f"straight{kind // 2 * 2}", name))
-        for weights in (final_weights, best_weights) if kind == 2 else (final_weights,):
-            straight, ended = weights(expected), weights(actual)
-            assert all(torch.equal(ended[key], straight[key]) for key in straight), done
-        shutil.rmtree(actual)
+        folders = (tmp_path / n for n in (f"straight{kind // 2 * 2}", name))
+        expected, actual = map(final_weights, folders)
+        assert all(torch.equal(actual[key], expected[key]) for key in expected), done
+        shutil.rmtree(tmp_path / name)

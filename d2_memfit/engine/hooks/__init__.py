@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Hooks that watch a run."""
 
-from .best_checkpoint import *
 from .leak_detector import *
 from .memory_monitor import *
 from .memory_snapshot import *

@@ -1,39 +1,33 @@
 # Copyright (c) the d2_memfit developers.
-"""A hook that detects memory leaks and names their owners."""
+"""A hook that detects memory that grows steadily, and names the tensors that do."""
 
 import gc
 import logging
-import multiprocessing
 import sys
 from collections import Counter
-from typing import Any, Optional
+from itertools import combinations
+from multiprocessing import active_children
+from statistics import median
+from typing import Any
 
 import torch
-from torch import nn
 
-from ... import compat
+from ... import compat, memory
 from ...common.units import MB
-from ...compat.pytorch import tree_iter
-from ...memory import (
-    TensorCensus,
-    bytes_by_kind,
-    holders,
-    limit_onednn_cache,
-    process_memory,
-    rises_steadily,
-    used_bytes,
-)
 from .memory_hook import MemoryHook
 
-__all__ = ["LeakDetector"]
+__all__ = ["LeakDetector", "rises_steadily"]
 
 logger = logging.getLogger(__name__)
 
-_HOST = torch.device("cpu")
-# What counts as a leak. A leak of 1 MiB in 100 iterations adds 10 KiB in each. Small objects leak
-# as at least 20 objects per iteration: the largest that Python's own allocator serves has 512 B.
-_BYTES_PER_ITERATION = 8 * 2**10
-_OBJECTS_PER_ITERATION = 18
+_MEMORY = "Memory in use on {} grows by {{:.1f}} MB"
+_OBJECTS = "The number of Python objects grows by {:.0f}"
+# What counts as a leak, per iteration. A leak of 1 MiB in 100 iterations adds 10 KiB in each. Small
+# objects leak as at least 20 per iteration: the largest that Python's own allocator serves has
+# 512 B.
+_LEAST_MB = 2**-7
+_FEWEST_OBJECTS = 18
+_NUM_BLOCKS = 20  # of a window
 
 
 class LeakDetector(MemoryHook):
@@ -43,7 +37,7 @@ class LeakDetector(MemoryHook):
     the loader's workers. Bounded growth is not reported: the hook limits oneDNN's caches, which
     fill for hundreds of iterations, and collects garbage in cycles before a warning.
 
-    The warning gives the growth per 1000 iterations, the shapes of the new tensors, and the modules
+    The warning gives the growth, the shapes of the tensors that have become more, and the modules
     or hooks that hold them. Memory that Python cannot see, such as the graph of a kept loss, is
     part of the growth, but not listed among the tensors.
 
@@ -56,107 +50,95 @@ class LeakDetector(MemoryHook):
     """
 
     def __init__(self, window: int = 400, skip: int = 50) -> None:
-        limit_onednn_cache()
-        self._window = window
-        self._skip = skip
-        self._used: dict[str, list[float]] = {}  # by kind, in this window
+        memory.limit_onednn_cache()
+        self._window, self._skip = window, skip
+        self._used: dict[str, list[float]] = {}  # by kind, after each iteration of this window
         self._largest = 0  # numbers in the largest tensor of a batch
         self._said: set[str] = set()
-        self._census: Optional[TensorCensus] = None
+        self._tensors: Counter[str] = Counter()  # bytes by kind, when the window began
 
-    def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after_forward(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Restart the window if images are larger than before, as they may need more memory."""
-        tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor)]
-        largest = max((tensor.numel() for tensor in tensors), default=0)
+        largest = max((tensor.numel() for tensor in memory.tensors_in(args)), default=0)
         if largest > self._largest:
             self._largest = largest
             self._used.clear()
 
     def after_step(self) -> None:
-        done = self.trainer.iter + 1 - self.trainer.start_iter - self._skip
-        if done <= 0:
+        if self.trainer.iter - self.trainer.start_iter < self._skip:
             return
         for kind, used in self._measure().items():
             self._used.setdefault(kind, []).append(used)
-        if len(self._used["host"]) == self._window // 8:  # larger images may begin many windows
-            self._census = TensorCensus()
-        elif len(self._used["host"]) == self._window:
-            self._warn(self._growth())
+        num = len(self._used[_OBJECTS])
+        if num == self._window // 8:  # larger images may begin many windows
+            self._tensors = memory.bytes_by_kind(memory.dense_tensors())
+        elif num == self._window:
+            self._warn()
             self._used.clear()
 
     def _measure(self) -> dict[str, float]:
-        used: dict[str, float] = {"host": used_bytes(_HOST)}
-        if self._device.type != "cpu":
-            used["device"] = used_bytes(self._device)
+        """Memory in MB, and the number of objects, by a text for their growth."""
         # Each entry of a history is a tuple and a number, and stays as long as the run.
         entries = sum(map(len, compat.scalar_histories(self.trainer.storage)))
-        used["objects"] = sys.getallocatedblocks() - 2 * entries
-        workers = multiprocessing.active_children()
-        if workers:
-            used["workers"] = sum(process_memory(w.pid).anonymous_bytes for w in workers)
+        of_workers = sum(memory.process_memory(w.pid).anonymous_bytes for w in active_children())
+        devices = {torch.device("cpu"), self._device}
+        used = {_MEMORY.format(device): memory.used_bytes(device) / MB for device in devices}
+        used["The memory of the data loader's workers grows by {:.1f} MB"] = of_workers / MB
+        used[_OBJECTS] = sys.getallocatedblocks() - 2 * entries
         return used
 
-    def _growth(self) -> dict[str, float]:
-        """Growth per iteration by kind, without the kinds that do not grow."""
-        growing = {
-            kind: used[0]
-            for kind, used in self._used.items()
-            if kind not in self._said
-            and len(used) == self._window
-            and rises_steadily(used, _at_least(kind) * self._window)
-        }
-        if not growing:
-            return {}
-        gc.collect()
-        now = self._measure()
-        growth = {kind: (now[kind] - first) / self._window for kind, first in growing.items()}
-        return {kind: each for kind, each in growth.items() if each >= _at_least(kind)}
-
-    def _warn(self, growing: dict[str, float]) -> None:
-        self._said.update(growing)
-        if "workers" in growing:
-            logger.warning(
-                "The memory of the data loader's workers grows by %.1f MB per 1000 iterations, "
-                "over the last %d iterations. Look at what the dataset and its mapper keep",
-                growing.pop("workers") * 1000 / MB,
-                self._window,
-            )
-        objects = growing.pop("objects", 0)
+    def _warn(self) -> None:
+        growing = []
+        for kind, used in self._used.items():
+            least = self._window * (_FEWEST_OBJECTS if kind == _OBJECTS else _LEAST_MB)
+            if kind in self._said or not rises_steadily(used, least):
+                continue
+            gc.collect()
+            growth = self._measure()[kind] - used[0]
+            if growth >= least:
+                self._said.add(kind)
+                growing.append(f"{kind.format(growth * 1000 / self._window)} per 1000 iterations")
         if growing:
-            assert self._census is not None
-            new = self._census.newcomers()
-            logger.warning(
-                "Memory in use grows by %.1f MB per 1000 iterations, over the last %d "
-                "iterations%s. New tensors: %s. They are held by: %s",
-                sum(growing.values()) * 1000 / MB,
-                self._window,
-                f"; Python objects by {objects:.0f} per iteration" if objects else "",
-                _most(bytes_by_kind(new)),
-                _most(holders(new, self._owners())),
-            )
-        elif objects:
-            logger.warning(
-                "Python objects grow by %.0f per iteration, over the last %d iterations. Look at "
-                "what the hooks and the loader keep",
-                objects,
-                self._window,
-            )
+            text = "%s, over the last %d iterations. Growing tensors: %s"
+            logger.warning(text, "; ".join(growing), self._window, self._growing_tensors())
 
-    def _owners(self) -> list[tuple[str, Any]]:
-        hooks = [hook for hook in compat.hooks_of(self.trainer) if hook is not self]
-        owners = [(type(hook).__name__, hook) for hook in hooks]
-        model = self._model
-        inner = self._inner
-        owners += [(name or type(model).__name__, module) for name, module in model.named_modules()]
-        owners += [("the data loader", inner.data_loader), ("the optimizer", inner.optimizer)]
-        owners += [("the event storage", self.trainer.storage)]
-        return [*owners, ("the trainer", inner), ("the trainer", self.trainer)]
+    def _growing_tensors(self) -> str:
+        tensors = list(memory.dense_tensors())
+        more = memory.bytes_by_kind(tensors) - self._tensors
+        if not more:
+            return "none that Python can see"
+        owners = [("the data loader", self._inner.data_loader), ("the trainer", self._inner)]
+        owners += [(type(h).__name__, h) for h in compat.hooks_of(self.trainer) if h is not self]
+        owners += [(name or "the model", m) for name, m in self._model.named_modules()]
+        tensors = [tensor for tensor in tensors if memory.kind_of(tensor) in more]
+        return f"{_largest(more)}, held by: {_largest(memory.holders(tensors, owners))}"
 
 
-def _at_least(kind: str) -> int:
-    return _OBJECTS_PER_ITERATION if kind == "objects" else _BYTES_PER_ITERATION
+def _largest(sizes: Counter[str]) -> str:
+    return ", ".join(f"{name} ({size / MB:.1f} MB)" for name, size in sizes.most_common(3))
 
 
-def _most(counts: Counter[str], num: int = 3) -> str:
-    items = [f"{name} ({size / MB:.1f} MB)" for name, size in counts.most_common(num)]
-    return ", ".join(items) or "none that Python can see"
+def rises_steadily(values: list[float], at_least: float) -> bool:
+    """Whether a series rises from its beginning to its end.
+
+    Each of 20 blocks is represented by its minimum, which large images do not raise. The slope is
+    the median over all pairs of blocks (Theil-Sen), so single outliers do not count. Two things
+    rise and are not steady: caches, which stop when they are full, and steps, such as those of
+    evaluations, between which nothing rises.
+
+    Args:
+        values: one for each step, at least 20.
+        at_least: smallest rise over the whole series that counts.
+    """
+    bounds = [i * len(values) // _NUM_BLOCKS for i in range(_NUM_BLOCKS + 1)]
+    blocks = [min(values[a:b]) for a, b in zip(bounds, bounds[1:])]
+    slopes = [(b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(blocks), 2)]
+    slope = median(slopes)
+    growth = slope * _NUM_BLOCKS
+    last_quarter = blocks[-1] - blocks[-1 - _NUM_BLOCKS // 4]
+    return (
+        growth >= at_least
+        and sum(s > 0 for s in slopes) >= 0.9 * len(slopes)
+        and last_quarter > growth / 8
+        and median(b - a for a, b in zip(blocks, blocks[1:])) > slope / 2
+    )

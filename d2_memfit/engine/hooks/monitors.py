@@ -6,18 +6,17 @@ from detectron2.utils import comm
 
 from ...job import Job
 from ..resuming import GatherStates
-from .best_checkpoint import BestCheckpoint
+from .enforce_budget import EnforceBudget
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
 from .peak_recorder import PeakRecorder
-from .shared_device import EnforceBudget, MakeRoom
 
 __all__ = ["job_hooks"]
 
 
 def job_hooks(job: Job) -> list[HookBase]:
-    """The hooks of MEMFIT.MONITOR, BUDGET_GB, OOM and BEST, and those that each job has.
+    """The hooks of MEMFIT.MONITOR, BUDGET_GB and OOM, and those that each job has.
 
     Register them on all ranks, before the hooks that write and save.
     """
@@ -33,10 +32,6 @@ def job_hooks(job: Job) -> list[HookBase]:
         made.append(LeakDetector(monitor.LEAK_WINDOW))
     if job.budget_gb is not None and job.cfg.MODEL.DEVICE.startswith("cuda"):
         made.append(EnforceBudget(job.budget_gb, job.cfg.MODEL.DEVICE))
-    if job.recovery is not None:
-        made.append(MakeRoom())
     if comm.is_main_process():
         made.append(PeakRecorder(job))
-    if job.cfg.MEMFIT.BEST.METRIC:
-        made.append(BestCheckpoint(job))
     return made

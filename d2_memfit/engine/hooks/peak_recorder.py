@@ -1,11 +1,9 @@
 # Copyright (c) the d2_memfit developers.
-"""A hook that records the peaks of a run, from which later plans start."""
+"""A hook that records the peaks of a run, from which later plans can start."""
 
 import logging
-import os
 from collections.abc import Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -23,10 +21,8 @@ from ...memory import (
     cuda_context_bytes,
     device_and_software,
     device_memory,
-    keep_record,
     optimizer_states,
     process_memory,
-    records_folder,
     segments_expand,
     storages,
 )
@@ -43,14 +39,12 @@ _FEWEST = 3  # iterations after which optimizer states and kernels exist
 class PeakRecorder(MemoryHook):
     """Records the peaks of training, when it ends, with the micro-batch that had them.
 
-    They are written to OUTPUT_DIR/memfit_peaks.json and to the folder of records in the user's
-    cache. Runs of fewer than 3 iterations are not recorded. Evaluations are not included.
+    They are written to OUTPUT_DIR/memfit_peaks.json. Runs of fewer than 3 iterations are not
+    recorded. Evaluations are not included.
 
     Register it on the main process, before hooks that evaluate. It does not affect training: it
     reads counters of the device after each step, and sizes of images in each forward.
     """
-
-    FILE_NAME = "memfit_peaks.json"
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -116,22 +110,15 @@ class PeakRecorder(MemoryHook):
         iterations = self.trainer.iter - self.trainer.start_iter
         if iterations < _FEWEST:
             return
-        where = self._job.cfg.OUTPUT_DIR
+        folder = self._job.cfg.OUTPUT_DIR
         try:
             record = self._record(iterations)
             _log(record)
-            if is_local(where):
-                os.makedirs(where, exist_ok=True)
-                record.write(Path(where) / self.FILE_NAME)
-            where = str(records_folder())
-            keep_record(record)
+            if is_local(folder):
+                record.write(folder)
         except Exception as e:  # no run ends for its record
-            logger.warning(
-                "The peaks of this run cannot be kept in %s (%s), so the next plan does not start "
-                "from them. D2_MEMFIT_CACHE names the folder of all runs",
-                where,
-                getattr(e, "strerror", None) or e,
-            )
+            reason = getattr(e, "strerror", None) or e
+            logger.warning("The peaks of this run cannot be kept in %s (%s)", folder, reason)
 
     def _record(self, iterations: int) -> RunRecord:
         return RunRecord(

@@ -22,7 +22,6 @@ from ...common.files import LEFTOVERS, FolderLock, is_local, whole_file
 from ...common.patching import change_class
 from ...common.reading import checked, verify_checksums
 from ...errors import CheckpointError
-from ...iteration import with_averaged_weights
 from .signals import raising_handlers_held_back
 
 __all__ = ["MemfitCheckpointer"]
@@ -39,8 +38,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
     A file replaces an older one only when it is completely on disk. A failed save is logged and the
     run continues, unless it is the last save, ``*_final``. Files are verified before loading.
     :meth:`resume_or_load` uses the newest good checkpoint. A run that does not resume moves an
-    earlier run's checkpoints aside before its first save. If an average of the weights is kept, it
-    is "model" in checkpoints.
+    earlier run's checkpoints aside before its first save.
 
     Raises:
         CheckpointError: a file cannot be loaded, whatever its format, or the last save failed.
@@ -77,7 +75,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         self.path_manager.keeps_all = True  # a failed save must not remove an older file
         try:
             self.start_run()
-            with with_averaged_weights(self.model), raising_handlers_held_back():
+            with raising_handlers_held_back():
                 super().save(name, **kwargs)
         except (OSError, RuntimeError) as e:
             error = e.__context__ if isinstance(e, RuntimeError) else e  # torch.save's own follows

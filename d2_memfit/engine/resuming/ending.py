@@ -34,7 +34,6 @@ from .signals import SIGNALS, handle, is_free, raising_handlers_held_back, say_e
 __all__ = [
     "Progress",
     "SaveOnEnding",
-    "TrainingEnded",
     "call_after_train",
     "causes_named",
     "checkpointers_of",
@@ -46,10 +45,6 @@ logger = logging.getLogger(__name__)
 _Checkpointer = TypeVar("_Checkpointer", bound=Checkpointer)
 
 _training_numbers = itertools.count()  # the same on all ranks, which train together
-
-
-class TrainingEnded(BaseException):
-    """Raised by a hook that ends a run as finished; Detectron2's loop logs an ``Exception``."""
 
 
 @dataclass
@@ -75,8 +70,6 @@ def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
     show_tracebacks = tracebacks_only_in_files()
     try:
         yield
-    except TrainingEnded:
-        pass
     except Exception as e:
         if explanation := _explanation(trainer, e):
             raise explanation from e
@@ -298,7 +291,7 @@ class SaveOnEnding(HookBase):
         self.end()
 
     def is_failing(self) -> bool:
-        """Whether an error, or a hook that raises :class:`TrainingEnded`, is ending the run."""
+        """Whether an error is ending the run."""
         error = sys.exc_info()[1]
         return error is not None and error is not self._other_error
 
@@ -306,20 +299,17 @@ class SaveOnEnding(HookBase):
         """Save what is not saved yet, and take the handlers back. Call it in an ``except`` or
         ``finally`` if a loop does not call ``after_train`` after an error.
 
-        Contexts of an evaluation, such as averaged weights, are closed by now. If PyTorch's handler
-        for a dead worker raises here, once, the next call saves.
+        If PyTorch's handler for a dead worker raises here, once, the next call saves.
         """
         if not self._is_training:
             return
         error = sys.exc_info()[1]
-        has_ended_well = not self.is_failing() or isinstance(error, TrainingEnded)
         try:
             with raising_handlers_held_back() as came:
                 self._is_training = False
                 if self._status:
                     self._save_with_all_ranks()
-                elif not has_ended_well:
-                    assert error is not None
+                elif error is not None and self.is_failing():
                     self._save_alone(error)
                 came.clear()
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
 import torch
-from detectron2.engine import HookBase, SimpleTrainer
+from detectron2.engine import HookBase, SimpleTrainer, TrainerBase
 from detectron2.utils import comm
 from torch import nn
 
@@ -20,7 +20,7 @@ from .ending import Progress, call_after_train, saved_at_end
 from .rank_states import RankStates
 from .resumable_batches import ResumableBatches, UnknownLoader
 
-__all__ = ["GatherStates", "ResumableTrainer"]
+__all__ = ["GatherStates", "ResumableTrainer", "last_iteration"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +94,18 @@ class ResumableTrainer(SimpleTrainer):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        run = self.run_state.state_dict(self.iter, self.learned())
-        return {**super().state_dict(), "run": run}
+        iteration = last_iteration(self)
+        run = self.run_state.state_dict(iteration, self.learned())
+        return {**super().state_dict(), "iteration": iteration, "run": run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.run_state.load_state_dict(state_dict.get("run"))
+
+
+def last_iteration(trainer: TrainerBase) -> int:
+    """The last iteration. After training, when hooks may save, ``trainer.iter`` is one more."""
+    return min(trainer.iter, getattr(trainer, "max_iter", trainer.iter + 1) - 1)
 
 
 class GatherStates(HookBase):

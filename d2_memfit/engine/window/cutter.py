@@ -54,17 +54,16 @@ class Cutter:
         """
         return window.take(self.images, across_batches=self.is_configured)
 
-    def lower(self, largest: Optional[MicroBatch]) -> str:
+    def lower(self, largest: MicroBatch) -> str:
         """Halve the limit.
 
         Args:
-            largest: a micro-batch that can be split and must not be taken whole again; None halves
-                a limit that has just grown.
+            largest: a micro-batch that can be split and must not be taken whole again.
 
         Returns:
             str: what was done, for the log.
         """
-        failed = min(self.limit, self._full) if largest is None else largest.num_images
+        failed = largest.num_images
         self._full = max(self._full, failed)
         self._failed_growths += self._has_just_grown
         self._has_just_grown = False

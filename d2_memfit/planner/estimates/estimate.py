@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from ...job import Job, Size
 from ..device import DeviceModel
 from .dry_job import DryJob, MemoryEstimate
-from .from_runs import as_in_runs
+from .from_runs import as_in_run
 from .probe import job_class
 
 __all__ = ["estimate_memory", "run_dry"]
@@ -27,6 +27,7 @@ def estimate_memory(
     image_size: Optional[Size] = None,
     num_instances: Optional[int] = None,
     evaluates: bool = True,
+    run: Optional[Union[str, Path]] = None,
 ) -> MemoryEstimate:
     """Estimate the memory of a job without a GPU, by a dry run of its largest iteration.
 
@@ -46,15 +47,17 @@ def estimate_memory(
         image_size: height and width in pixels of the largest image file.
         num_instances: annotated objects of the most crowded image.
         evaluates: whether to include evaluation, or training alone.
+        run: OUTPUT_DIR of an earlier run of this model on this machine. Its peaks correct the
+            estimate.
 
     Raises:
-        ConfigError: a value in the config cannot work, its model cannot be built, or there is no
-            GPU to probe.
+        ConfigError: a value in the config cannot work, its model cannot be built, there is no GPU
+            to probe, or ``run`` says nothing about the job.
     """
     job = Job.from_any(
         cfg, trainer, num_gpus, batch=batch, image_size=image_size, num_instances=num_instances
     )
-    dry_job = run_dry(job, device, probe, evaluates)
+    dry_job = run_dry(job, device, probe, evaluates, run=run)
     return dry_job.estimate(dry_job.limit_bytes, with_range=True)
 
 
@@ -63,10 +66,15 @@ def run_dry(
     device: Optional[Union[str, Path]] = None,
     probe: bool = False,
     evaluates: bool = True,
+    run: Optional[Union[str, Path]] = None,
 ) -> DryJob:
-    """Make the dry runs of :func:`estimate_memory`, with their timelines."""
+    """Make the dry runs of :func:`estimate_memory`, with their timelines.
+
+    Args:
+        run: as for :func:`estimate_memory`.
+    """
     model = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
     kind = job_class(probe, model)
-    if not probe:
-        model = as_in_runs(job, model, under_budget=job.budget_gb is not None)
+    if run is not None:
+        model = as_in_run(model, job, run, under_budget=job.budget_gb is not None)
     return kind(job, model, evaluates=evaluates)

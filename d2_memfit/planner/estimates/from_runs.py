@@ -1,61 +1,74 @@
 # Copyright (c) the d2_memfit developers.
-"""Devices with the measurements of earlier runs on this machine.
+"""A device with the measurements of an earlier run.
 
-Training records its peaks (:class:`~d2_memfit.engine.hooks.peak_recorder.PeakRecorder`). Records of
-the same device, software and number of ranks correct three values of the device:
+Training records its peaks (:class:`~d2_memfit.engine.hooks.peak_recorder.PeakRecorder`). The record
+of a run of the same model on this device, with this software, corrects three values of the device:
 
 - Memory outside the allocator, which replaces the context, kernels and NCCL of the device file. On
-  a GPU it is the same for all models. On the CPU it is that of the same model's process; on one
-  rank, a context that was measured in this process stays.
-- Tensors that no dry run sees: the memory that the same model has allocated, compared with a dry
-  run of the micro-batch that had the peak.
-- Memory that the allocator reserves, in the same way, from runs without a budget.
+  one rank of a CPU, a context that was measured in this process stays.
+- Tensors that no dry run sees: the memory that the run has allocated, compared with a dry run of
+  the micro-batch that had the peak.
+- Memory that the allocator reserves, in the same way, from a run without a budget.
 
 A run that took more than its dry run raises both of these values at once. A run that took less may
 not have seen its most crowded images, so it lowers them only after 1000 iterations. If the
 micro-batch cannot be made again, the run is compared with the largest one, and only raises them.
 """
 
-import logging
 from dataclasses import replace
 from typing import Optional
 
 import torch
 
+from ...common.reading import Name
 from ...common.units import GB, MB
 from ...errors import ConfigError, one_line
 from ...job import Job, WorstCase
-from ...memory import RunRecord, records_here
+from ...memory import RunRecord, device_and_software
 from ...settings import check_settings
 from ..device import DeviceModel
 from .dry_job import DryJob
 
-__all__ = ["as_in_runs"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["as_in_run"]
 
 _LONG = 1000  # iterations
 
 
-def as_in_runs(job: Job, device: DeviceModel, under_budget: bool) -> DeviceModel:
-    """The device with values that runs on it have measured, if MEMFIT.PLAN.FROM_RUNS.
+def as_in_run(device: DeviceModel, job: Job, run: Name, under_budget: bool) -> DeviceModel:
+    """The device with values that a run on it has measured.
 
     Args:
+        run: OUTPUT_DIR of the run.
         under_budget: whether the job will run under a budget. On the CPU, this decides how much
             freed memory the process keeps.
+
+    Raises:
+        ConfigError: the run has no record, or one that says nothing about the job.
     """
-    here = _torch_device(device) if job.cfg.MEMFIT.PLAN.FROM_RUNS else None
-    if here is None:
-        return device
-    records = [record for record in records_here(here) if record.ranks == job.ranks]
-    if not device.is_gpu:
-        records = [r for r in records if r.has_budget == under_budget]
-    of_family = [r for r in records if r.family == job.family and not r.had_errors]
-    best = _best(of_family if job.family else [])
-    outside = best if best is not None or not device.is_gpu else _best(records)
-    if outside is not None:
-        device = _with_outside(device, outside)
-    return device if best is None else _with_tensors(device, job, best)
+    record = RunRecord.read(run)
+    if reason := _why_it_does_not_count(record, device, job, under_budget):
+        raise ConfigError(f"the run in {run} says nothing about this job: {reason}")
+    try:
+        return _with_tensors(_with_outside(device, record), job, record)
+    except (TypeError, ValueError) as e:  # somebody has changed the record
+        raise ConfigError(f"the run in {run} cannot be compared: {one_line(e)}") from e
+
+
+def _why_it_does_not_count(
+    record: RunRecord, device: DeviceModel, job: Job, under_budget: bool
+) -> str:
+    here = _torch_device(device)
+    if here is None or record.here != device_and_software(here):
+        return "it had another device, or other software"
+    if record.ranks != job.ranks:
+        return f"it had {record.ranks} ranks, not {job.ranks}"
+    if not job.family or record.family != job.family:
+        return "it trained another model"
+    if record.had_errors:
+        return "it ran out of memory"
+    if not device.is_gpu and record.has_budget != under_budget:
+        return "on a CPU, both must have a budget, or neither"
+    return ""
 
 
 def _torch_device(device: DeviceModel) -> Optional[torch.device]:
@@ -66,11 +79,6 @@ def _torch_device(device: DeviceModel) -> Optional[torch.device]:
         return None
     here = torch.device("cuda", torch.cuda.current_device())
     return here if device.is_card(torch.cuda.get_device_name(here)) else None
-
-
-def _best(records: list[RunRecord]) -> Optional[RunRecord]:
-    """The last long run, or else the last run."""
-    return max(records, key=lambda r: (r.iterations >= _LONG, r.date), default=None)
 
 
 def _with_outside(device: DeviceModel, record: RunRecord) -> DeviceModel:
@@ -91,13 +99,9 @@ def _with_outside(device: DeviceModel, record: RunRecord) -> DeviceModel:
 
 
 def _with_tensors(device: DeviceModel, job: Job, record: RunRecord) -> DeviceModel:
-    try:
-        job = job.with_settings(record.settings)
-        check_settings(job.cfg, job.ranks)
-        dry_job, is_alike = _what_ran(job, device, record)
-    except (ConfigError, TypeError, ValueError) as e:  # a record that somebody has changed
-        logger.info("A run of %s is left out: %s", record.date, one_line(e))
-        return device
+    job = job.with_settings(record.settings)
+    check_settings(job.cfg, job.ranks)
+    dry_job, is_alike = _what_ran(job, device, record)
     believes_less = is_alike and record.iterations >= _LONG
     predicted = dry_job.training_use()
     more = record.allocated_bytes - predicted.allocated_bytes
@@ -137,4 +141,4 @@ def _what_ran(job: Job, device: DeviceModel, record: RunRecord) -> tuple[DryJob,
 
 def _line(record: RunRecord, text: str) -> str:
     when = f"{record.date[:16]} UTC, {record.iterations} iterations"
-    return f"Starts from a run here on {when}: {text}. Without it: MEMFIT.PLAN.FROM_RUNS False"
+    return f"Starts from a run here on {when}: {text}"

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from ... import compat
 from ...common.patching import Groups, source_files
 from ...common.side_work import alone, no_information, unchanged_random_state
-from ...iteration import AveragedWeights, average_of
 from ...job import Job, LossFn, losses_of, tensors_of
 from ...settings import Precision
 from ...techniques import ready_to_evaluate
@@ -121,9 +120,6 @@ def iterate(
         del loss
     yield "optimizer"
     precision.step(optimizer)
-    average = average_of(model)
-    if average is not None:
-        average.update(model)
 
 
 def evaluate(job: Job, batch: Any, like_gpu: bool = True, foreach: bool = True) -> Timeline:
@@ -161,8 +157,6 @@ def build(job: Job) -> tuple[nn.Module, Optimizer]:
 def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
     """Build model and optimizer on a device, the optimizer with one rank's share."""
     model = job.build_model(device, announce=False).train()  # as trainers do
-    if job.cfg.MEMFIT.EMA_DECAY is not None:
-        AveragedWeights(model, job.cfg.MEMFIT.EMA_DECAY).keep_for(model)
     without_zero = job.with_settings({"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
     optimizer = without_zero.build_optimizer(model, announce=False)
     if job.cfg.MEMFIT.OPTIMIZER.ZERO:
@@ -183,10 +177,6 @@ def _started(
         if foreach:
             _use_foreach(optimizer)
         run = stack.enter_context(DryRun(model, optimizer, tensors_of(micro_batches)))
-        average = average_of(model)
-        if average is not None:
-            run.own("averaged weights", make_fake(average.tensors()))
-            average.update(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         if job.ranks > 1:
             buckets = make_fake(torch.empty(sum(map(torch.numel, trained))))

@@ -23,7 +23,7 @@ from ...techniques import TIERS, get_technique
 from ..device import DeviceModel
 from ..estimates import (
     DryJob,
-    as_in_runs,
+    as_in_run,
     chance_to_fit,
     job_class,
     margin_of,
@@ -62,6 +62,7 @@ def plan_memory(
     evaluates: bool = True,
     prefer: str = "exact",
     counts_objects: bool = False,
+    run: Optional[Union[str, Path]] = None,
 ) -> Plan:
     """Find the least harmful changes with which a job fits a budget.
 
@@ -72,8 +73,8 @@ def plan_memory(
         budget_gb: device memory for the whole process, in GB of 2^30 bytes.
         allow: tiers that may be used, of "exact", "precision" and "recipe".
         progress: called with a line for each dry run.
-        cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates: as for
-            :func:`~d2_memfit.planner.estimate_memory`.
+        cfg, num_gpus, device, probe, trainer, batch, image_size, num_instances, evaluates, run: as
+            for :func:`~d2_memfit.planner.estimate_memory`.
         prefer: "exact", or "speed" for the plan that is predicted to be the fastest with the tiers
             "exact" and "precision".
         counts_objects: whether to find the most objects with which the planned job fits.
@@ -95,8 +96,8 @@ def plan_memory(
     warning = why_no_card_has(budget_gb) if device.is_gpu else None
     if warning and not (budget_gb <= device.usable_gb or _has_card_of(budget_gb)):
         logger.warning(warning)
-    if not probe:
-        device = as_in_runs(job, device, under_budget=True)
+    if run is not None:
+        device = as_in_run(device, job, run, under_budget=True)
     planner = Planner(job, device, job_class(probe, device), evaluates, progress)
     tiers = [tier for tier in TIERS if tier in allow]
     return planner.plan(budget_gb, tiers, prefer, counts_objects and not probe)

@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Detectors of the transformers library as a meta-architecture of Detectron2."""
 
-import copy
-import math
 import re
 from collections.abc import Sequence
 from typing import Any, Optional
@@ -12,10 +10,12 @@ from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.structures import Instances
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.techniques.support import find_modules
 
+from .average import averaged_model
 from .batch import Labels, images_of, labels_of
 from .build import build_transformers_model, load_pretrained
 from .config import check_transformers_config
@@ -44,13 +44,13 @@ class TransformersDetector(nn.Module):
 
     Attributes:
         ema: the average of the model's weights, or None. It is evaluated once it has been updated.
+            Checkpoints contain it, and dry runs count it, because it is a part of this module.
     """
 
     pixel_mean: Tensor
     pixel_std: Tensor
-    ema_updates: Tensor
     model: Any
-    ema: Optional[nn.Module]
+    ema: Optional[AveragedModel]
 
     @configurable  # type: ignore[untyped-decorator]
     def __init__(
@@ -72,11 +72,7 @@ class TransformersDetector(nn.Module):
         self.detections_per_image = detections_per_image
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
-        self.ema_decay, self.ema_tau = ema_decay, ema_tau
-        self.ema = None
-        if ema_decay:
-            self.ema = copy.deepcopy(model).requires_grad_(False)
-            self.register_buffer("ema_updates", torch.zeros((), dtype=torch.long))
+        self.ema = averaged_model(model, ema_decay, ema_tau) if ema_decay else None
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -136,26 +132,14 @@ class TransformersDetector(nn.Module):
     @property
     def best_model(self) -> nn.Module:
         """The averaged model if it was updated, otherwise the model."""
-        return self.ema if self.ema is not None and self.ema_updates > 0 else self.model
-
-    @torch.no_grad()
-    def update_ema(self) -> None:
-        """Update the average after an optimizer step, in place, like rf-detr's ModelEma."""
-        assert self.ema is not None
-        self.ema_updates.add_(1)
-        decay = self.ema_decay * (1 - math.exp(-self.ema_updates.item() / self.ema_tau))
-        current = self.model.state_dict()
-        for name, average in self.ema.state_dict().items():
-            if average.is_floating_point():
-                average.lerp_(current[name].to(average.device), 1 - decay)
-            else:
-                average.copy_(current[name])
+        has_average = self.ema is not None and self.ema.n_averaged > 0
+        return self.ema.module if has_average else self.model
 
     def load_pretrained(self, weights: str) -> None:
         """Load weights as ``build.load_pretrained`` does, also into the average."""
         load_pretrained(self.model, weights)
         if self.ema is not None:
-            self.ema.load_state_dict(self.model.state_dict())
+            self.ema.module.load_state_dict(self.model.state_dict())
 
     def save_pretrained(self, folder: str, class_names: Optional[Sequence[str]] = None) -> None:
         """Write the evaluated model in transformers' format: config.json and model.safetensors."""

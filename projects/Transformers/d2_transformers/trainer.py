@@ -23,10 +23,11 @@ from d2_memfit.compat import without_ddp
 from d2_memfit.engine.resuming import MemfitCheckpointer
 from d2_memfit.errors import ConfigError
 
+from .average import AverageWeights
 from .data import build_mapper
 from .model import TransformersDetector
 
-__all__ = ["AverageWeights", "SavePretrained", "Trainer"]
+__all__ = ["SavePretrained", "Trainer"]
 
 
 class Trainer(MemfitTrainer):
@@ -116,13 +117,6 @@ class _ClippingAdamW(AdamW):
         parameters = [p for group in self.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(parameters, self._max_norm)
         return super().step(closure)
-
-
-class AverageWeights(HookBase):
-    """Updates the average of the weights after each iteration."""
-
-    def after_step(self) -> None:
-        _detector(self.trainer).update_ema()
 
 
 class SavePretrained(HookBase):

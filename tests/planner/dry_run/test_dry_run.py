@@ -88,7 +88,6 @@ JOBS = {
     ),
     "micro-batches": (MASK, ["MEMFIT.MICRO_BATCH", 1]),
     "checkpointing": (MASK, ["MEMFIT.CHECKPOINT.MODULES", ["all"]]),
-    "averaged weights": (MASK, ["MEMFIT.EMA_DECAY", 0.999]),
     "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
     "chunked heads": (MASK, ["MEMFIT.HEADS.CHUNK_SIZE", 4]),
     "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from d2_memfit.memory import rises_steadily
+from d2_memfit.engine.hooks.leak_detector import rises_steadily
 
 MB = 2**20
 AT_LEAST = 8 * 2**10  # bytes per step
