@@ -1,2 +1,0 @@
-# Copyright (c) the d2_memfit developers.
-from .geometry import *
