@@ -99,8 +99,8 @@ def _metric_is_evaluated(cfg: CfgNode) -> None:
 
 
 _SWITCHES = (
-    *("EVALUATION.ON_DISK", "MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE", "PLAN.COST_MODEL"),
-    *("PLAN.ENABLED", "PLAN.FROM_RUNS", "STOP_ON_SIGNALS"),
+    *("MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE", "PLAN.COST_MODEL", "PLAN.ENABLED"),
+    *("PLAN.FROM_RUNS", "STOP_ON_SIGNALS"),
 )
 _CHECKS: dict[str, Check] = {
     **{f"MEMFIT.{key}": check_bool for key in _SWITCHES},

@@ -24,7 +24,7 @@ from tiny_transformers import (
 
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.errors import ConfigError
-from d2_memfit.evaluation.evaluation import build_coco_evaluator
+from d2_memfit.evaluation import build_coco_evaluator
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, run_for_real

@@ -87,7 +87,7 @@ def test_memory_does_not_grow_with_the_number_of_masks():
 
 
 def test_a_dataset_is_evaluated_to_the_same_ap(coins):
-    from d2_memfit.evaluation.evaluation import build_coco_evaluator
+    from d2_memfit.evaluation import build_coco_evaluator
 
     cfg = tiny_cfg("mask_rcnn")
     loader = [[image] for image in coins_images()]
