@@ -525,7 +525,6 @@ OPTIONS = {
     "OUTPUT_DIR {folder}/text.txt/a": "cannot be written: {folder}/text.txt is not a folder that",
     "OUTPUT_DIR /dev/null/a": "/dev/null/a/config.yaml cannot be written: /dev/null is not",
     "OUTPUT_DIR ''": "OUTPUT_DIR is empty: name a folder",
-    "MEMFIT.EVALUATION.ON_DISK 3": "MEMFIT.EVALUATION.ON_DISK must be of type bool, got 3",
     "--num-gpus -1": "--num-gpus must be an integer of at least 0, got -1",
     "--num-gpus 3": "SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, 3, got 2",
     "--num-machines 0": "--num-machines must be a positive integer, got 0",

@@ -74,11 +74,6 @@ _C.MEMFIT.MONITOR.SNAPSHOT_ITER = None
 # Whether OUTPUT_DIR/memfit_oom_<number>.json shows the same at the first out-of-memory errors.
 _C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
 
-_C.MEMFIT.EVALUATION = CN()
-# Whether Detectron2's COCOEvaluator keeps its predictions in a file. The official COCO API then
-# evaluates them in parts of 200 images. The results are the same.
-_C.MEMFIT.EVALUATION.ON_DISK = False
-
 _C.MEMFIT.PLAN = CN()
 # Whether fit_config, which d2-memfit train calls, plans before training so that the job fits
 # BUDGET_GB.

@@ -289,7 +289,7 @@ def build_trainer(
     )
     why_not = "build_trainer got a data_loader. Leave that out, or turn the technique off"
     run.complete(trainer, why_not)
-    if cfg.MEMFIT.EVALUATION.ON_DISK or techniques_on("evaluation", cfg):
+    if techniques_on("evaluation", cfg):
         logger.info("MEMFIT.EVALUATION is for what runs within d2_memfit.engine.evaluating")
     logger.info(
         "These hooks run in trainer.train(start_iter, max_iter), not in a loop of run_step(): %s",

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Evaluation as a config says: its budget, its recovery, and where results are kept."""
+"""Evaluation as a config says: its budget, its recovery, and where results are made."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from .. import compat
-from ..evaluation import coco_evaluators
+from ..evaluation import unique_annotation_ids
 from ..job import checked_test_loaders
 from ..memory import enforce_budget
 from ..settings import Settings
@@ -45,7 +45,7 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
         ready_to_evaluate(compat.without_ddp(model), cfg),
         recovering_inference(model, settings.recovery),
         checked_test_loaders(cfg),
-        coco_evaluators(cfg),
+        unique_annotation_ids(),
     ):
         _open.append(model)
         try:

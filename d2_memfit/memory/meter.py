@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,10 +24,7 @@ __all__ = [
 
 @contextmanager
 def on_host() -> Iterator[None]:
-    """While open, a :class:`TensorMeter` does not count new tensors.
-
-    They belong to the host, even if the CPU is the device.
-    """
+    """While open, new tensors belong to the host, even if the CPU is the device."""
     outer = _on_host.is_open
     _on_host.is_open = True
     try:
@@ -50,7 +47,7 @@ _plain = torch.Tensor.__torch_dispatch__
 
 
 class TensorMeter(TorchDispatchMode):
-    """While open as a context, counts the bytes of all new tensors.
+    """While open as a context, counts the bytes of all new tensors of the device.
 
     It sees every storage that an operator returns, in forward and backward, and follows it until it
     is freed. So views, in-place operators and tensors saved by autograd count correctly. Tensors
@@ -58,9 +55,12 @@ class TensorMeter(TorchDispatchMode):
     every run.
 
     Attributes:
+        counts: where the counted tensors are made: ``device`` is outside of :func:`on_host`.
         live_bytes: bytes alive now.
         peak_bytes: the most bytes alive at one time.
     """
+
+    counts: Literal["device", "host", "both"] = "device"
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class TensorMeter(TorchDispatchMode):
         self._ignore(given)
         result = self._call(func, args, kwargs, given)
         made = tensors_in(result)
-        if _on_host.is_open:
+        if self.counts == ("device" if _on_host.is_open else "host"):
             self._ignore(made)
         for storage in _storages_of(made):
             if storage_id(storage) not in self._older:

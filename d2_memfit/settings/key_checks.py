@@ -78,7 +78,7 @@ def _plan_has_budget(cfg: CfgNode) -> None:
 
 
 _SWITCHES = (
-    *("EVALUATION.ON_DISK", "MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE"),
+    *("MONITOR.SNAPSHOT_ON_OOM", "OOM.ALLOW_RESIZE"),
     *("PLAN.ENABLED", "STOP_ON_SIGNALS"),
 )
 _CHECKS: dict[str, Check] = {

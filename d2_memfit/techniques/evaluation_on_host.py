@@ -1,29 +1,24 @@
 # Copyright (c) the d2_memfit developers.
-"""Evaluation results that are post-processed on the host, one mask at a time."""
+"""Evaluation results that are resized to the image on the host."""
 
-import logging
 from contextlib import AbstractContextManager
 from typing import Any, Callable, Optional
 
 import torch
-import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.layers import paste_masks_in_image
 from detectron2.structures import Boxes, Instances
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from ..common.patching import calls_function, knows_function, replaced_functions, source_files
+from ..common.patching import knows_function, replaced_functions, source_files
+from ..compat.pytorch import tree_map, without_torch_function
 from ..errors import ConfigError
+from ..memory import on_host
 from .registry import TECHNIQUES, BooleanTechnique
 from .support import add_mixin
-from .support.lazy_rows import LazyRows, LazyRowsChangeError, RememberedRows
+from .support.lazy_rows import LazyRows
 
 __all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
-
-logger = logging.getLogger(__name__)
-
-_interpolate = F.interpolate  # a dry run replaces the function
 
 # Functions of Detectron2 that resize results to the image.
 _POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
@@ -31,12 +26,12 @@ _POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
 
 @TECHNIQUES.register()
 class EvaluationOnHost(BooleanTechnique):
-    """Post-processes results on the host, and makes image-sized masks one at a time.
+    """Makes image-sized masks on the host: pasted masks one at a time, masks of queries together.
 
-    Saves the image-sized masks of all detections, on the device and on the host. 100 masks of 5000
-    x 5000 pixels take 2.5 GB pasted and 10 GB upsampled, several times over. The evaluator turns
-    each mask into a run-length code at once. Costs time if the host is slower than the device.
-    Upsampled masks are computed twice, for their scores and for their codes.
+    Saves the image-sized masks of all detections on the device. 100 masks of 5000 x 5000 pixels
+    take 2.5 GB pasted and 10 GB upsampled, several times over. Pasted masks are not kept on the
+    host either: the evaluator turns each into a run-length code at once. Costs time if the host is
+    slower than the device, and the host's memory for masks of queries, which an estimate states.
 
     Source: github.com/facebookresearch/detectron2/issues/1366, with ``paste_masks_in_image``, and
     github.com/facebookresearch/Mask2Former/issues/83.
@@ -45,73 +40,65 @@ class EvaluationOnHost(BooleanTechnique):
     tier = "exact"
     part = "evaluation"
     in_evaluation = True
-    # Whether results are upsampled to the size of the image on the host, one mask at a time.
+    # Whether results are resized to the image on the host, and pasted masks one at a time.
     key = "MEMFIT.EVALUATION.ON_HOST"
 
     @classmethod
     def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        if not can_have_results_on_host(model) and not calls_function(type(model), "interpolate"):
+        if not can_have_results_on_host(model):
             raise ConfigError(
                 f"MEMFIT.EVALUATION.ON_HOST: the files of the {type(model).__name__} call neither "
-                f"{' nor '.join(_POSTPROCESSING)} of Detectron2, and it does not interpolate, so "
-                "nothing would change. Set it False"
+                f"{' nor '.join(_POSTPROCESSING)} of Detectron2, so nothing would change. Set it "
+                "False"
             )
         add_mixin(model, _EvaluatesOnHost)
         return model
 
 
 class _EvaluatesOnHost(nn.Module):
-    upsamples_later = True
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.training:
             return super().__call__(*args, **kwargs)
         with results_on_host(self, _detector_postprocess_lazily):
-            if self.upsamples_later:
-                try:
-                    with _UpsamplesLater(args[0] if args else None):
-                        return super().__call__(*args, **kwargs)
-                except LazyRowsChangeError as e:
-                    logger.warning("%s. All masks of an image are computed at once", e)
-                    type(self).upsamples_later = False
             return super().__call__(*args, **kwargs)
 
 
-class _UpsamplesLater(TorchFunctionMode):
-    """While open, ``F.interpolate`` returns :class:`LazyRows` for results of at least image size.
+class _HostMasks(torch.Tensor):
+    """Masks on the host. All that is computed with them is there too.
 
-    Examples are masks of queries and scores of classes.
-
-    Args:
-        batch: Detectron2's list of dicts with an image [3, height, width]. Other batches change
-            nothing.
+    A model may use them together with tensors on the device, such as the scores of the queries.
     """
 
-    def __init__(self, batch: Any) -> None:
-        super().__init__()
-        is_known = isinstance(batch, list) and all(_has_image(image) for image in batch)
-        sizes = [image["image"].shape[-2:] for image in batch] if is_known else []
-        self._least = [min(lengths) for lengths in zip(*sizes)]  # height and width
-
+    @classmethod
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func is _interpolate and self._least and args and _has_rows(args[0]):
-            meta = torch.empty(args[0].shape, dtype=args[0].dtype, device="meta")
-            like = func(meta, *args[1:], **kwargs)
-            if all(a >= b for a, b in zip(like.shape[-2:], self._least)):
-                return func(LazyRows.from_tensor(args[0], 2), *args[1:], **kwargs)
-        return func(*args, **kwargs)
+        given = (args, kwargs or {})
+        name = func.__name__
+        is_operator = name.endswith("__") and name != "__setitem__" and not name.startswith("__i")
+        is_in_place = name.endswith("_") and not is_operator
+        if not is_in_place or isinstance(args[0], cls):  # others write into a tensor on the device
+            given = tree_map(_to_host, given)
+        with on_host():
+            return tree_map(_marked, without_torch_function(func, types, *given))
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = without_torch_function(torch.Tensor.detach, (_HostMasks,), (self,), {})
+        return plain.__reduce_ex__(protocol)
 
 
-def _has_image(image: Any) -> bool:
-    return isinstance(image, dict) and isinstance(image.get("image"), torch.Tensor)
+def _to_host(value: Any) -> Any:
+    value = value.compute() if isinstance(value, LazyRows) else value
+    is_other = isinstance(value, torch.Tensor) and not isinstance(value, _HostMasks)
+    return value.cpu() if is_other else value
 
 
-def _has_rows(x: Any) -> bool:
-    is_plain = type(x) is torch.Tensor and not (torch.is_grad_enabled() and x.requires_grad)
-    return is_plain and x.dim() == 4 and x.is_floating_point()
+def _marked(value: Any) -> Any:
+    is_on_host = type(value) is torch.Tensor and value.device.type == "cpu"
+    return value.as_subclass(_HostMasks) if is_on_host else value
 
 
 def can_have_results_on_host(model: nn.Module) -> bool:
@@ -139,7 +126,11 @@ def results_on_host(
 
 def _on_host(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     def postprocess_on_host(results: Any, *args: Any, **kwargs: Any) -> Any:
-        return postprocess(results.to("cpu"), *args, **kwargs)
+        if not isinstance(results, torch.Tensor):
+            return postprocess(results.to("cpu"), *args, **kwargs)
+        with on_host():
+            masks = _marked(results.to("cpu", copy=True))
+        return postprocess(masks, *args, **kwargs)
 
     return postprocess_on_host
 
@@ -160,7 +151,7 @@ def _pasted(
         return paste_masks_in_image(masks[numbers], boxes[numbers], image_size, threshold)
 
     like = torch.empty(1, *image_size, dtype=torch.bool, device="meta")
-    return LazyRows(RememberedRows(rows), torch.arange(len(masks)), like, 0, masks.device)
+    return LazyRows(rows, torch.arange(len(masks)), like, 0, masks.device)
 
 
 def _detector_postprocess_lazily(postprocess: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from torch import nn
 
 from d2_memfit import Job, estimate_memory
 from d2_memfit.engine import MemfitCheckpointer, build_trainer
-from d2_memfit.evaluation.evaluation import use_available_implementation
+from d2_memfit.evaluation import use_available_implementation
 
 WAYS: dict[str, dict[str, Any]] = {
     "all weights": {},

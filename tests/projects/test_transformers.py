@@ -25,12 +25,12 @@ from tiny_transformers import (
 
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.errors import ConfigError
-from d2_memfit.evaluation.evaluation import build_coco_evaluator
+from d2_memfit.evaluation import build_coco_evaluator
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, run_for_real
+from d2_memfit.planner.estimates import DryJob, evaluate, run_for_real
 from d2_memfit.settings import NormalizerOptions
-from d2_memfit.techniques import apply_techniques
+from d2_memfit.techniques import apply_techniques, get_technique
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -141,6 +141,29 @@ def test_evaluation_gives_instances_in_the_size_of_the_file(kind, has_masks):
         if has_masks:
             assert found.pred_masks.shape == (NUM_QUERIES, 90, 130)
             assert found.pred_masks.dtype == torch.bool
+
+
+@pytest.mark.parametrize("kind", ["mask2former", "rf_detr"])
+def test_masks_on_the_host_are_the_same(kind):
+    plain, model = (made(kind, True).eval() for _ in range(2))
+    model = get_technique("EvaluationOnHost").apply(model, tiny_transformers_cfg(kind, True))
+    batch = [{**d, "height": 90, "width": 130} for d in images(2)]
+    with torch.no_grad():
+        for p, found in zip(plain(batch), model(batch)):
+            for name, value in p["instances"].get_fields().items():
+                other = found["instances"].get(name)
+                assert torch.equal(getattr(other, "tensor", other), getattr(value, "tensor", value))
+
+
+@pytest.mark.parametrize("kind", ["mask2former", "rf_detr"])
+def test_the_host_keeps_a_byte_for_each_pixel_of_20_megapixels(kind):
+    """One mask at a time is resized, as numbers."""
+    cfg, pixels = tiny_transformers_cfg(kind, True), 3648 * 5472
+    cfg.MEMFIT.EVALUATION.ON_HOST = True
+    batch = [{**images(1, size=RESOLUTION)[0], "height": 3648, "width": 5472}]
+    timeline = evaluate(Job.from_cfg(cfg, 1, batch=batch), batch)
+    assert sum(timeline.peak().values()) < pixels
+    assert NUM_QUERIES * pixels < timeline.host_bytes < (NUM_QUERIES + 6) * pixels
 
 
 @EACH_MODEL

@@ -1,4 +1,6 @@
 # Copyright (c) the d2_memfit developers.
+import copy
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +11,20 @@ from detectron2.data import MetadataCatalog
 from detectron2.evaluation import COCOEvaluator, inference_on_dataset
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.modeling import GeneralizedRCNNWithTTA
+from detectron2.modeling.postprocessing import sem_seg_postprocess
+from detectron2.structures import Instances
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
+from torch._subclasses import FakeTensorMode
 
+from d2_memfit.common.units import GB
 from d2_memfit.errors import ConfigError
+from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates.dry_job import DryJob
+from d2_memfit.planner.writing import answer_of_estimate, describe_estimate
 from d2_memfit.techniques import get_technique, ready_to_evaluate
-from d2_memfit.techniques.support import lazy_rows
 from d2_memfit.techniques.support.lazy_rows import LazyRows
 
 pytestmark = pytest.mark.slow
@@ -87,7 +96,7 @@ def test_memory_does_not_grow_with_the_number_of_masks():
 
 
 def test_a_dataset_is_evaluated_to_the_same_ap(coins):
-    from d2_memfit.evaluation.evaluation import build_coco_evaluator
+    from d2_memfit.evaluation import build_coco_evaluator
 
     cfg = tiny_cfg("mask_rcnn")
     loader = [[image] for image in coins_images()]
@@ -145,73 +154,112 @@ def test_panoptic_results_are_the_same():
         assert torch.equal(p["sem_seg"], x["sem_seg"])
 
 
-def model_with_queries():
+def cfg_with_queries():
     cfg = tiny_cfg()
     add_detr_config(cfg)
     cfg.MODEL.META_ARCHITECTURE = "SmallDetr"
     cfg.TEST.DETECTIONS_PER_IMAGE = 20
-    return tiny_model(cfg)
+    return cfg
 
 
-@pytest.fixture
-def small_chunks(monkeypatch):
-    monkeypatch.setattr(lazy_rows, "_CHUNK_BYTES", 2**14)
+def model_with_queries():
+    return tiny_model(cfg_with_queries())
 
 
-def test_masks_of_queries_come_one_at_a_time_with_the_same_codes(small_chunks):
+def photograph(height, width):
+    """A batch with one image that comes from a file of this size."""
+    return [{**images(1)[0], "height": height, "width": width}]
+
+
+def test_results_of_queries_are_the_same_and_are_made_on_the_host():
     plain = outputs(model_with_queries(), batch_of(100))
-    lazy = outputs(apply(model_with_queries()), batch_of(100))
-    for p, x in zip(plain, lazy):
-        assert isinstance(x["instances"].pred_masks, LazyRows)
-        assert torch.equal(x["instances"].pred_classes, p["instances"].pred_classes)
-        torch.testing.assert_close(x["instances"].scores, p["instances"].scores, rtol=1e-6, atol=0)
-        expected, found = (
-            [{**entry, "score": None} for entry in instances_to_coco_json(r["instances"], 1)]
-            for r in (p, x)
-        )
-        assert len(found) == 20
-        assert found == expected
-        assert torch.equal(x["panoptic_seg"][0], p["panoptic_seg"][0])
-        assert x["panoptic_seg"][1] == p["panoptic_seg"][1]
+    found = outputs(apply(model_with_queries()), batch_of(100))
+    for p, f in zip(plain, found):
+        for name, value in p["instances"].get_fields().items():
+            other = f["instances"].get(name)
+            assert torch.equal(getattr(other, "tensor", other), getattr(value, "tensor", value))
+        expected = instances_to_coco_json(p["instances"], 1)
+        assert instances_to_coco_json(f["instances"].to("cpu"), 1) == expected
+        assert len(expected) == 20
+        assert torch.equal(f["panoptic_seg"][0], p["panoptic_seg"][0])
+        assert f["panoptic_seg"][1] == p["panoptic_seg"][1]
 
 
-def test_memory_does_not_grow_with_the_number_of_queries(monkeypatch):
-    mask = 600 * 610 * 4
-    monkeypatch.setattr(lazy_rows, "_CHUNK_BYTES", mask)
+def test_the_device_has_masks_in_the_models_size_only():
     peaks = []
-    for model in (model_with_queries(), apply(model_with_queries())):
-        with TensorMeter() as meter:
-            (result,) = outputs(model, batch_of(600)[:1])
-            instances_to_coco_json(result["instances"], 1)
-        peaks.append(meter.peak_bytes)
-    assert peaks[0] > 60 * mask
-    assert peaks[1] < 10 * mask
+    for size in (100, 600):
+        with TensorMeter() as meter, TensorMeter() as host:
+            host.counts = "host"
+            outputs(apply(model_with_queries()), photograph(size, size))
+        peaks.append((meter.peak_bytes, host.peak_bytes))
+    (device, _), (device_of_large, host_of_large) = peaks
+    panoptic = 600 * 600 * 4  # zeros that SmallDetr makes by itself
+    assert device_of_large < device + panoptic
+    assert host_of_large > 60 * 600 * 600 * 4
 
 
-def test_scores_of_classes_are_compared_one_class_at_a_time(small_chunks):
-    cfg = tiny_cfg("mask_rcnn")
-    cfg.MODEL.META_ARCHITECTURE = "SemanticSegmentor"
-    cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES = 20
-    cfg.MODEL.SEM_SEG_HEAD.CONVS_DIM, cfg.MODEL.SEM_SEG_HEAD.NORM = 16, ""
-    plain = outputs(tiny_model(cfg), batch_of(100))
-    lazy = outputs(apply(tiny_model(cfg)), batch_of(100))
-    for p, x in zip(plain, lazy):
-        assert isinstance(x["sem_seg"], LazyRows)
-        assert torch.equal(x["sem_seg"].argmax(dim=0), p["sem_seg"].argmax(dim=0))
-
-
-def test_a_model_that_writes_into_its_masks_has_all_of_them_and_is_told(small_chunks, log):
-    class Writing(type(model_with_queries())):
-        def result(self, logits, masks, image_size, image):
-            return {"instances": masks.sigmoid_()[0]}
-
+def test_an_estimate_states_device_and_host_for_100_queries_at_20_megapixels():
+    """Mask2Former's inference has five tensors of all masks as numbers."""
+    masks_gb = 5 * 100 * 3648 * 5472 * 4 / GB
+    cfg = cfg_with_queries()
+    cfg.MODEL.DETR.NUM_OBJECT_QUERIES = cfg.TEST.DETECTIONS_PER_IMAGE = 100
+    cfg.MODEL.DETR.PANOPTIC = False
     found = []
-    for change in (lambda model: model, apply):
-        model = model_with_queries()
-        model.__class__ = Writing
-        found.append(outputs(change(model), batch_of(100)))
-    assert torch.equal(found[1][0]["instances"], found[0][0]["instances"])
-    assert log.text.count("writes into masks that are computed when they are needed") == 1
+    for cfg.MEMFIT.EVALUATION.ON_HOST in (False, True):
+        job = Job.from_cfg(cfg, 1, batch=photograph(3648, 5472))
+        found.append(DryJob(job, DeviceModel.load("cuda")).estimate())
+    plain, on_host = found
+    assert plain.evaluation_gb == pytest.approx(masks_gb, rel=0.01)
+    assert plain.evaluation_host_gb == 0
+    assert on_host.evaluation_gb < 0.05
+    assert on_host.evaluation_host_gb == pytest.approx(masks_gb, rel=0.01)
+    assert "0.0 in evaluation with 37.2 of the host for masks" in answer_of_estimate(on_host)
+    assert "evaluation, on the host" in describe_estimate(on_host)
+
+
+class LikeMaskFormer(torch.nn.Module):
+    """MaskFormer's inference, whose scores stay on the device of the model."""
+
+    def forward(self, batch):
+        scores, masks = torch.rand(20, 4, device="cuda"), torch.rand(20, 32, 32, device="cuda")
+        masks = sem_seg_postprocess(masks, (30, 32), batch[0]["height"], batch[0]["width"])
+        best = scores.max(-1)[0]
+        keep = torch.ones(20, dtype=torch.bool, device=masks.device)
+        semantic = torch.einsum("qc,qhw->chw", scores[keep], masks.sigmoid()[keep])
+        chosen = masks[best.topk(5).indices]
+        on_device = torch.zeros(5, *masks.shape[1:], device="cuda")
+        on_device[0] = chosen[0]
+        on_device.copy_(chosen)
+        instances = Instances(masks.shape[1:], pred_masks=(chosen > 0).float())
+        instances.scores = best[:5] * (chosen.flatten(1).sum(1) / chosen[0].numel())
+        again = masks.to(scores.device) * scores[:, :1, None]
+        return (
+            scores,
+            instances,
+            semantic,
+            (best[:, None, None] * masks).argmax(0),
+            on_device,
+            again,
+        )
+
+
+def test_what_meets_masks_on_the_host_comes_there_and_nothing_else():
+    with FakeTensorMode():
+        found = apply(LikeMaskFormer().eval())(photograph(3648, 5472))
+    scores, instances, semantic, best, on_device, again = found
+    assert semantic.shape == (4, 3648, 5472)
+    assert [t.device.type for t in (scores, on_device, again)] == ["cuda"] * 3
+    on_host = (instances.pred_masks, instances.scores, semantic, best)
+    assert [t.device.type for t in on_host] == ["cpu"] * 4
+
+
+def test_masks_on_the_host_are_copied_and_stored_as_tensors():
+    (found,) = outputs(apply(model_with_queries()), photograph(50, 60))
+    masks = found["instances"].pred_masks
+    assert torch.equal(copy.deepcopy(masks), masks)
+    stored = pickle.loads(pickle.dumps(masks))
+    assert type(stored) is torch.Tensor
+    assert torch.equal(stored, masks)
 
 
 def test_a_value_that_is_no_bool_is_an_error():

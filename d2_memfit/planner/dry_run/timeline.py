@@ -180,6 +180,7 @@ class Timeline:
         calls: forwards of the model's blocks in training, in the order in which they end.
         notes: lines about parts that may be larger in a real batch.
         has_roi_heads: whether the model samples proposals.
+        host_bytes: peak of the tensors that a GPU's evaluation makes on the host.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -187,6 +188,7 @@ class Timeline:
     calls: list[BlockCall] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     has_roi_heads: bool = False
+    host_bytes: int = 0
 
     def forget_what_is_gone(self) -> None:
         """Drop allocations that are freed already, such as temporaries of the setup."""

@@ -74,6 +74,8 @@ class MemoryEstimate:
         device_total_gb: device memory of the process, including the context, in training and in
             the evaluations between.
         evaluation_gb: peak allocated in evaluation; None without evaluation.
+        evaluation_host_gb: the RAM that results in evaluation take at the size of the image file,
+            with MEMFIT.EVALUATION.ON_HOST on a GPU; otherwise 0.
         typical_gb: ``peak_allocated_gb`` with a typical shape of images, if theirs is not known,
             and the mean number of objects in each; None if neither is different, or not asked for.
         typical_size: height and width in pixels to which a typical micro-batch is padded.
@@ -111,6 +113,7 @@ class MemoryEstimate:
     peak_reserved_gb: float
     device_total_gb: float
     evaluation_gb: Optional[float]
+    evaluation_host_gb: float
     typical_gb: Optional[float]
     typical_size: tuple[int, int]
     typical_instances: Optional[int]
@@ -239,7 +242,13 @@ class DryJob:
     @property
     def host_bytes(self) -> float:
         """Approximate RAM of a rank and its workers, without the dataset."""
-        return loader_bytes(self.job.cfg, self.job.ranks) + self.offloaded_bytes
+        of_loader = loader_bytes(self.job.cfg, self.job.ranks)
+        return of_loader + self.offloaded_bytes + self.evaluation_host_bytes
+
+    @property
+    def evaluation_host_bytes(self) -> int:
+        """RAM of a rank for the results in evaluation that are made on the host."""
+        return 0 if self.evaluation is None else self.evaluation.host_bytes
 
     def training_use(self, limit_bytes: Optional[int] = None) -> DeviceUse:
         """Device memory of training; within the limit if possible."""
@@ -297,6 +306,7 @@ class DryJob:
             peak_reserved_gb=uses[0].reserved_bytes / GB,
             device_total_gb=self.total_bytes(limit_bytes) / GB,
             evaluation_gb=uses[1].allocated_bytes / GB if uses[1:] else None,
+            evaluation_host_gb=self.evaluation_host_bytes / GB,
             typical_gb=None if others.typical is None else others.typical / GB,
             typical_size=typical_size,
             typical_instances=None if typical is None else typical.num_instances,

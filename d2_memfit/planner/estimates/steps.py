@@ -19,6 +19,7 @@ from ... import compat
 from ...common.patching import Groups, source_files
 from ...common.side_work import alone, no_information, unchanged_random_state
 from ...job import Job, LossFn, losses_of, tensors_of
+from ...memory import TensorMeter
 from ...settings import Precision
 from ...techniques import ready_to_evaluate
 from ..dry_run import (
@@ -128,7 +129,11 @@ def evaluate(job: Job, batch: Any, like_gpu: bool = True, foreach: bool = True) 
     with _started(job, [batch], foreach, paste) as (run, model, _):
         run.timeline.forget_what_is_gone()  # the optimizer's step is not part of it
         run.phase = "evaluation"
-        infer(model, job, batch, run.timeline.notes.append)
+        run.counts = "device" if like_gpu else "both"
+        with TensorMeter() as host:
+            host.counts = "host"
+            infer(model, job, batch, run.timeline.notes.append)
+        run.timeline.host_bytes = host.peak_bytes if like_gpu else 0
     return run.timeline
 
 

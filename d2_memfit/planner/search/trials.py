@@ -203,9 +203,10 @@ class Trials:
         return dry_job.fits(self.limit_bytes) and dry_job.total_bytes() <= self.budget_bytes
 
     def host_holds(self, choice: Choice) -> bool:
-        """Whether the host has the RAM for what a choice offloads."""
+        """Whether the host has the RAM for what a choice moves there."""
         dry_job = self.dry_job(choice)
-        return not dry_job.offloaded_bytes or dry_job.host_bytes <= self._host_bytes
+        is_used = dry_job.offloaded_bytes or dry_job.evaluation_host_bytes
+        return not is_used or dry_job.host_bytes <= self._host_bytes
 
     @cached_property
     def _host_bytes(self) -> float:

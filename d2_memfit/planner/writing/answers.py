@@ -48,6 +48,8 @@ def answer_of_estimate(
     low, high = e.device_range_gb
     height, width = e.image_size
     evaluation = "" if e.evaluation_gb is None else f", {e.evaluation_gb:.1f} in evaluation"
+    if e.evaluation_host_gb:
+        evaluation += f" with {e.evaluation_host_gb:.1f} of the host for masks as large as the file"
     owners = ((owner.replace(": ", " of "), gb) for owner, gb in e.breakdown.items())
     largest = [f"{owner} {gb:.1f}" for owner, gb in [*owners][:_LARGEST]]
     lines = [

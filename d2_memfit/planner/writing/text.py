@@ -141,6 +141,7 @@ def describe_estimate(estimate: MemoryEstimate) -> str:
                 ["peak allocated", e.peak_allocated_gb],
                 ["peak reserved", e.peak_reserved_gb],
                 ["evaluation, peak allocated", e.evaluation_gb],
+                *([["evaluation, on the host", e.evaluation_host_gb]] * bool(e.evaluation_host_gb)),
                 ["of the device, with its context", e.device_total_gb],
             ],
             ["", "GB, at least" if e.at_least else "GB, worst case"],
@@ -209,7 +210,9 @@ def _verdict(plan: Plan) -> list[str]:
 
 def _host(e: MemoryEstimate) -> str:
     line = f"Host: {e.num_workers} loader workers on each rank, about {e.host_gb:.1f} GB of RAM"
-    return f"{line}, {e.offloaded_gb:.1f} of it for the offload" if e.offloaded_gb else line
+    line += f", {e.offloaded_gb:.1f} of it for the offload" if e.offloaded_gb else ""
+    in_evaluation = f", {e.evaluation_host_gb:.1f} of it in evaluation"
+    return line + in_evaluation * bool(e.evaluation_host_gb)
 
 
 def why_it_does_not_fit(plan: Plan) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from ...compat.pytorch import make_wrapper, schema, tree_iter, tree_map, without_torch_function
 
-__all__ = ["LazyRows", "LazyRowsChangeError", "RememberedRows"]
+__all__ = ["LazyRows", "LazyRowsChangeError"]
 
 aten = torch.ops.aten
 _CHUNK_BYTES = 2**26  # bytes of rows computed at a time; smaller tensors are computed as a whole
@@ -17,7 +17,6 @@ _Rows = Callable[[torch.Tensor], torch.Tensor]  # row numbers [n] -> [n, *row]
 
 _COPIES = {aten._to_copy, aten.detach, aten.alias}
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.any, aten.all, aten.argmax}
-_UPSAMPLING = {aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_nearest2d}
 _VIEWS_OF_DIM = {aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim}
 _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
@@ -70,13 +69,6 @@ class LazyRows(torch.Tensor):
     numbers: torch.Tensor
     like: torch.Tensor
     row_bytes: int
-
-    @classmethod
-    def from_tensor(cls, tensor: torch.Tensor, num_leading: int) -> "LazyRows":
-        """The rows of an existing tensor."""
-        flat = tensor.flatten(0, num_leading - 1)
-        numbers = torch.arange(len(flat)).view(tensor.shape[:num_leading])
-        return cls(lambda n: flat[n.to(flat.device)], numbers, _meta_like(flat[:1]), 0, flat.device)
 
     def with_numbers(self, numbers: torch.Tensor) -> "LazyRows":
         """A selection or another order of the same rows."""
@@ -166,13 +158,9 @@ def _by_rows(func: Any, lazy: LazyRows, args: tuple[Any, ...], kwargs: dict[str,
         return _of_rows(lazy, func, args, kwargs)
     if args[0] is not lazy:
         raise _NeedsAllRows
-    if packet in _UPSAMPLING and num_dims == 4:
-        return _of_rows(lazy, _upsample(func), args, kwargs, remembers=True)
     if packet in _REDUCTIONS and len(args) > 1 and args[1] is not None:
         is_one = isinstance(args[1], int)
         dims = [d % num_dims for d in ([args[1]] if is_one else args[1])]
-        if packet is aten.argmax and dims == [0] and num_leading == 1 and len(args) == 2:
-            return _argmax(lazy)
         if not dims or min(dims) < num_leading:
             raise _NeedsAllRows
         dims = [d - num_leading + 1 for d in dims]
@@ -206,15 +194,6 @@ def _num_indexed(index: Optional[torch.Tensor]) -> int:
     return index.dim() if index is not None and is_mask else 1
 
 
-def _upsample(func: Any) -> Callable[..., torch.Tensor]:
-    def upsample(rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if rows.dim() == 4:
-            return func(rows, *args, **kwargs)
-        return func(rows[None], *args, **kwargs)[0]
-
-    return upsample
-
-
 def _in_shape(lazy: LazyRows, func: Any, sizes: list[int]) -> Any:
     """A view that changes only the leading dimensions, or only the others."""
     row = lazy.like.shape[1:]
@@ -237,13 +216,8 @@ def _of_rows(
     function: Callable[..., torch.Tensor],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    remembers: bool = False,
 ) -> Any:
-    """Apply a function to rows; a small result is computed at once.
-
-    Args:
-        remembers: whether the last computed rows are kept for the next access.
-    """
+    """Apply a function to rows; a small result is computed at once."""
     parts = [_part(value, lazy) for value in args]
 
     def rows(positions: torch.Tensor) -> torch.Tensor:
@@ -253,9 +227,7 @@ def _of_rows(
     like = function(*(like for _, like in parts), **without_device)
     numbers = torch.arange(lazy.numbers.numel()).view(lazy.numbers.shape)
     device = kwargs.get("device") or lazy.device
-    made = LazyRows(
-        RememberedRows(rows) if remembers else rows, numbers, like, lazy.row_bytes, device
-    )
+    made = LazyRows(rows, numbers, like, lazy.row_bytes, device)
     is_small = made.numel() * made.element_size() <= _CHUNK_BYTES
     return made.compute() if is_small or hasattr(lazy.rows, "operator") else made
 
@@ -276,31 +248,3 @@ def _part(value: Any, lazy: LazyRows) -> tuple[Callable[[torch.Tensor], Any], An
     of_row = value.shape[value.dim() - num_of_row :]
     flat = value.expand(*lazy.numbers.shape, *of_row).reshape(-1, *of_row)
     return (lambda positions: flat[positions.to(flat.device)]), _meta_like(flat[:1])
-
-
-class RememberedRows:
-    """Rows that are computed once if they are needed twice in a row, as in a product."""
-
-    def __init__(self, rows: _Rows) -> None:
-        self._rows = rows
-        self._numbers = torch.tensor([])
-        self._last: Optional[torch.Tensor] = None
-
-    def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
-        if self._last is None or not torch.equal(numbers, self._numbers):
-            self._last = None  # frees them before the next exist
-            self._last = self._rows(numbers)
-            self._numbers = numbers
-        return self._last
-
-
-def _argmax(lazy: LazyRows) -> torch.Tensor:
-    """Number of the largest row at each place; the first of equal ones."""
-    positions = torch.arange(len(lazy)).split(1)
-    best = lazy.at(positions[0])[0].clone()
-    number = torch.zeros_like(best, dtype=torch.int64)
-    for i, position in enumerate(positions[1:], 1):
-        row = lazy.at(position)[0]
-        number.masked_fill_(row > best, i)
-        torch.maximum(best, row, out=best)
-    return number

@@ -1,20 +1,20 @@
 # Copyright (c) the d2_memfit developers.
 """Predictions of transformers' detectors as Detectron2's Instances."""
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
-import torch.nn.functional as F
 from detectron2.structures import Boxes, Instances
 from torch import Tensor
 
 __all__ = ["instances_of_boxes", "instances_of_masks"]
 
 Size = tuple[int, int]  # height and width in pixels
+Resize = Callable[[Tensor, Size, int, int], Tensor]  # Detectron2's sem_seg_postprocess
 
 
 def instances_of_boxes(
-    output: Any, index: int, shown: tuple[float, float], size: Size, num: int
+    output: Any, index: int, shown: tuple[float, float], size: Size, num: int, resize: Resize
 ) -> Instances:
     """The best detections of one image by a model with boxes, and masks if it has any.
 
@@ -27,6 +27,7 @@ def instances_of_boxes(
         shown: share of the frame's height and width that is not padding.
         size: size of the image file, in which results are given.
         num: largest number of detections.
+        resize: resizes masks to the image file, on the host with MEMFIT.EVALUATION.ON_HOST.
     """
     scores, queries, classes = _best(output.logits[index].sigmoid(), num)
     x, y, w, h = output.pred_boxes[index][queries].unbind(1)
@@ -37,12 +38,12 @@ def instances_of_boxes(
     found.scores, found.pred_classes = scores, classes
     masks = getattr(output, "pred_masks", None)
     if masks is not None:
-        found.pred_masks = _in_image(masks[index][queries], shown, size)
+        found.pred_masks = _in_image(masks[index][queries], shown, size, resize)
     return found
 
 
 def instances_of_masks(
-    output: Any, index: int, shown: tuple[float, float], size: Size, num: int
+    output: Any, index: int, shown: tuple[float, float], size: Size, num: int, resize: Resize
 ) -> Instances:
     """The best detections of one image by a model with only masks.
 
@@ -50,14 +51,14 @@ def instances_of_masks(
     scores times the mask's mean where it is above a half. Boxes enclose the masks.
 
     Args:
-        output, index, shown, size, num: as for :func:`instances_of_boxes`.
+        output, index, shown, size, num, resize: as for :func:`instances_of_boxes`.
     """
     scores, queries, classes = _best(output.class_queries_logits[index].softmax(-1)[:, :-1], num)
     logits = output.masks_queries_logits[index][queries]
     inside = (logits > 0).flatten(1).float()
     certainty = (logits.sigmoid().flatten(1) * inside).sum(1) / (inside.sum(1) + 1e-6)
     found = Instances(size)
-    found.pred_masks = _in_image(logits, shown, size)
+    found.pred_masks = _in_image(logits, shown, size, resize)
     found.pred_boxes = Boxes(_around(found.pred_masks))
     found.scores, found.pred_classes = scores * certainty, classes
     return found
@@ -70,16 +71,17 @@ def _best(scores: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
     return best, torch.div(index, num_classes, rounding_mode="floor"), index % num_classes
 
 
-def _in_image(logits: Tensor, shown: tuple[float, float], size: Size) -> Tensor:
+def _in_image(logits: Tensor, shown: tuple[float, float], size: Size, resize: Resize) -> Tensor:
     """Masks [num, height, width] of an image file, from logits of the padded frame.
 
     They are made one by one, because they are four times as large in floating point.
     """
     height, width = (max(round(n * s), 1) for n, s in zip(logits.shape[-2:], shown))
-    logits = logits[:, :height, :width].float()
-    masks = torch.empty(len(logits), *size, dtype=torch.bool, device=logits.device)
-    for mask, of_object in zip(masks, logits):
-        mask.copy_(F.interpolate(of_object[None, None], size=size, mode="bilinear")[0, 0] > 0)
+    masks: Any = None
+    for i, of_object in enumerate(logits.float()):
+        mask = resize(of_object[None], (height, width), *size) > 0
+        masks = mask.new_empty(len(logits), *size) if masks is None else masks
+        masks[i] = mask[0]
     return masks
 
 

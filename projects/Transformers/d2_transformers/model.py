@@ -8,6 +8,7 @@ from typing import Any, Optional
 import torch
 from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.modeling.postprocessing import sem_seg_postprocess
 from detectron2.structures import Instances
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
@@ -162,9 +163,10 @@ class TransformersDetector(nn.Module):
             data.get("height", data["image"].shape[-2]),
             data.get("width", data["image"].shape[-1]),
         )
+        num = self.detections_per_image
         if self.family.box_class is None:
-            return instances_of_masks(output, index, shown, size, self.detections_per_image)
-        found = instances_of_boxes(output, index, shown, size, self.detections_per_image)
+            return instances_of_masks(output, index, shown, size, num, sem_seg_postprocess)
+        found = instances_of_boxes(output, index, shown, size, num, sem_seg_postprocess)
         if not self.family.takes_mask:  # boxes are relative to the frame
             found.pred_boxes.scale(1 / shown[1], 1 / shown[0])
             found.pred_boxes.clip(size)

@@ -93,7 +93,7 @@ JOBS = {
     "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),
     "queries": (MASK, DETR),
     "queries, chunked criterion": (MASK, [*DETR, "MEMFIT.CRITERION.CHUNK_SIZE", 4]),
-    "queries, masks one at a time": (MASK, [*DETR, "MEMFIT.EVALUATION.ON_HOST", True]),
+    "queries, masks on the host": (MASK, [*DETR, "MEMFIT.EVALUATION.ON_HOST", True]),
     "FCOS": (MASK, ["MODEL.META_ARCHITECTURE", "FcosOfTests"]),
     "a user's own": (
         MASK,
@@ -212,7 +212,7 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
     [
         pytest.param("mask FPN", marks=pytest.mark.long),
         *("panoptic", "PointRend", "FCOS", "a user's own", "queries"),
-        "queries, masks one at a time",
+        "queries, masks on the host",
     ],
 )
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):

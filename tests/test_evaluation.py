@@ -56,7 +56,7 @@ def test_keypoints_that_are_not_cocos_are_evaluated(tmp_path):
 def evaluated(coins, tmp_path):
     """Gives the AP of perfect predictions on six coins whose annotations have some ids."""
 
-    def evaluate(ids, on_disk=False, within=True):
+    def evaluate(ids, within=True):
         coco = json.loads((coins / "val.json").read_text())
         coco["annotations"] = coco["annotations"][: len(ids)]
         for annotation, number in zip(coco["annotations"], ids):
@@ -67,7 +67,7 @@ def evaluated(coins, tmp_path):
         MetadataCatalog.get("ids").set(json_file=str(file), evaluator_type="coco")
         evaluator = COCOEvaluator("ids", output_dir=str(tmp_path), use_fast_impl=False)
         cfg = get_cfg()
-        cfg.MODEL.DEVICE, cfg.MEMFIT.EVALUATION.ON_DISK = "cpu", on_disk
+        cfg.MODEL.DEVICE = "cpu"
         context = evaluating(cfg, torch.nn.Linear(1, 1)) if within else contextlib.nullcontext()
         with context:
             evaluator.reset()
@@ -87,11 +87,10 @@ def evaluated(coins, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("ids", [range(6), [1, 2, 3, 1, 2, 3], [-1, 1, 2, 3, 4, 5], list("abcdef")])
-def test_perfect_predictions_have_an_ap_of_100_whatever_the_ids(evaluated, ids, on_disk, log):
+def test_perfect_predictions_have_an_ap_of_100_whatever_the_ids(evaluated, ids, log):
     for _ in range(2):  # as in a run that evaluates every epoch
-        assert evaluated(ids, on_disk) == pytest.approx(100)
+        assert evaluated(ids) == pytest.approx(100)
     (said,) = [r for r in log.records if "The evaluation uses new numbers" in r.getMessage()]
     assert said.levelname == "WARNING"
 

@@ -1,10 +1,14 @@
 # Copyright (c) the d2_memfit developers.
-"""The evaluator of a dataset, with or without Detectron2's compiled operators."""
+"""The evaluator of a dataset, which counts objects that COCO's API would miss."""
 
 import inspect
+import io
+import logging
 import os
 from collections.abc import Sequence
-from typing import Any, Optional
+from contextlib import AbstractContextManager, redirect_stdout
+from functools import wraps
+from typing import Any, Callable, Optional
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog
@@ -19,14 +23,17 @@ from detectron2.evaluation import (
     PascalVOCDetectionEvaluator,
     SemSegEvaluator,
 )
+from detectron2.utils.logger import log_first_n
 from detectron2.utils.registry import locate
 from omegaconf import ListConfig
 
-from .. import compat
+from . import compat
+from .common.patching import replaced_functions
 
 __all__ = [
     "build_coco_evaluator",
     "build_evaluator",
+    "unique_annotation_ids",
     "use_available_implementation",
 ]
 
@@ -98,3 +105,34 @@ def use_available_implementation(evaluator: Any) -> None:
         target = locate(call._target_) if isinstance(call._target_, str) else call._target_
         if inspect.isclass(target) and issubclass(target, COCOEvaluator):
             call.setdefault("use_fast_impl", compat.has_compiled_ops())
+
+
+def unique_annotation_ids() -> AbstractContextManager[None]:
+    """While open, ``COCOEvaluator`` numbers annotations from 1 if pycocotools needs that.
+
+    ``COCOeval.evaluateImg`` writes the id of the matched annotation, or 0 for no match. ``COCO``
+    finds annotations by their ids. So an object with the id 0 would count as missed.
+    """
+    # Projects make and derive evaluators themselves, in build_evaluator or test.
+    return replaced_functions([COCOEvaluator], {"evaluate": _numbering})
+
+
+def _numbering(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(evaluate)
+    def evaluate_numbered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        annotations = self._coco_api.dataset.get("annotations", [])
+        ids = [a["id"] for a in annotations]
+        if len({i for i in ids if isinstance(i, int) and i > 0}) < len(ids):
+            log_first_n(
+                logging.WARNING,
+                f"{self._metadata.get('json_file')}: annotation ids are not different integers "
+                "from 1 up, which pycocotools needs. The evaluation uses new numbers",
+                key="message",
+            )
+            for number, annotation in enumerate(annotations, 1):
+                annotation["id"] = number
+            with redirect_stdout(io.StringIO()):
+                self._coco_api.createIndex()
+        return evaluate(self, *args, **kwargs)
+
+    return evaluate_numbered
