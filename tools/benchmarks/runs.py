@@ -14,7 +14,6 @@ and open_clip_torch 2.24; DFormer and MaskFormer need timm; detrex needs Detectr
 import argparse
 import hashlib
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from typing import Any, Optional
 import yaml
 from compatibility_checks.project import PROJECTS as COMPATIBLE
 from compatibility_checks.project import Project, load
+from pages import write_section
 
 from d2_memfit.errors import one_line
 from d2_memfit.explain import (
@@ -40,7 +40,7 @@ from d2_memfit.explain import (
 )
 from d2_memfit.job import Job, load_lazy_config
 
-from .common import markdown_table
+from .common import in_own_processes, markdown_table
 
 FOLDER = Path(__file__).with_name("runs")
 
@@ -389,22 +389,17 @@ def run(args: argparse.Namespace) -> None:
     for one in runs():
         if args.only in one.name:
             of_project.setdefault((one.repo, one.architecture), []).append(one)
-    # Each project in its own process: their modules have the same names.
-    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
-        explain = partial(explain_runs, folder=args.projects)
-        for of_one in pool.imap(explain, of_project.values()):
-            results += of_one
-            lines = ["; ".join([*r.cells(), r.told.not_rebuilt]) for r in of_one]
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+    explain = partial(explain_runs, folder=args.projects)
+    for of_one in in_own_processes(explain, of_project.values()):
+        results += of_one
+        lines = ["; ".join([*r.cells(), r.told.not_rebuilt]) for r in of_one]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
     text = tables(results)
     print(text)
     if args.page is not None:
-        before, rest = args.page.read_text().split(_BEGIN)
-        _, after = rest.split(_END)
-        args.page.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}")
+        write_section(args.page, "runs", "benchmark.py runs", text)
 
 
-_BEGIN, _END = "<!-- runs -->", "<!-- end of runs -->"
 _ROWS = ["run", "config", "card", "PyTorch, cuDNN", "images", "measured MiB", "typical", "range"]
 _ROWS += ["width", "inside", "ended", "chance to fit", "doubts"]
 
