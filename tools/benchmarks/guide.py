@@ -40,6 +40,10 @@ class Knob(NamedTuple):
     remark: str = ""
 
 
+def images(short: int, long: int) -> str:
+    return f"INPUT.MIN_SIZE_TRAIN ({short},) INPUT.MAX_SIZE_TRAIN {long}"
+
+
 R18 = "MODEL.RESNETS.DEPTH 18 MODEL.RESNETS.RES2_OUT_CHANNELS 64"
 
 KNOBS = {
@@ -60,26 +64,10 @@ KNOBS = {
         Knob("mixed precision (AMP)", "SOLVER.AMP.ENABLED True", "number format"),
     ],
     "Images": [
-        Knob(
-            "640 pixels",
-            "INPUT.MIN_SIZE_TRAIN (640,) INPUT.MAX_SIZE_TRAIN 1066",
-            "recipe: accuracy of small objects",
-        ),
-        Knob(
-            "480 pixels",
-            "INPUT.MIN_SIZE_TRAIN (480,) INPUT.MAX_SIZE_TRAIN 800",
-            "recipe: accuracy of small objects",
-        ),
-        Knob(
-            "800 pixels, no multi-scale",
-            "INPUT.MIN_SIZE_TRAIN (800,) INPUT.MAX_SIZE_TRAIN 1333",
-            "recipe: less variety, more pixels",
-        ),
-        Knob(
-            "multi-scale up to 1024 pixels",
-            "INPUT.MIN_SIZE_TRAIN (1024,) INPUT.MAX_SIZE_TRAIN 1706",
-            "recipe",
-        ),
+        Knob("640 pixels", images(640, 1066), "recipe: accuracy of small objects"),
+        Knob("480 pixels", images(480, 800), "recipe: accuracy of small objects"),
+        Knob("800 pixels, no multi-scale", images(800, 1333), "recipe: less variety, more pixels"),
+        Knob("multi-scale up to 1024 pixels", images(1024, 1706), "recipe"),
         Knob("portrait beside landscape", "DATALOADER.ASPECT_RATIO_GROUPING False", "padding"),
         Knob("20 instances per image", "", "the dataset", 20),
         Knob("300 instances per image", "", "the dataset", 300),

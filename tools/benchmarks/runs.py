@@ -410,15 +410,7 @@ def tables(results: Sequence[Result]) -> str:
     fitted_to = [r for r in results if r.run.is_fitted_to]
     parts = [
         _coverage([("only looked at", looked_at), ("fitted to", fitted_to)]),
-        "### By what is known\n\n" + _by("", looked_at, _known),
-        "### By card\n\n" + _by("card", results, lambda r: ", ".join(r.run.gpus) or "not named"),
-        "### By model\n\n" + _by("model", results, lambda r: r.run.architecture),
-        "### By release\n\n"
-        + _by(
-            "PyTorch",
-            results,
-            lambda r: ".".join((r.run.software.get("torch") or "?").split(".")[:2]),
-        ),
+        "### By what is known\n\n" + _by_knowledge(looked_at),
         "### Fits or not\n\n"
         + _verdicts([("only looked at", looked_at), ("fitted to", fitted_to)]),
         "### Calibration\n\n" + _calibration(looked_at),
@@ -428,11 +420,6 @@ def tables(results: Sequence[Result]) -> str:
         "Fitted to:\n\n" + markdown_table(_ROWS, [r.cells() for r in fitted_to]),
     ]
     return "\n\n".join(parts)
-
-
-def _known(result: Result) -> str:
-    shape = "nothing tells the shape" if result.has_any_shape else "the shape is fixed or told"
-    return f"{shape}, {'the card is named' if result.run.gpus else 'no card is named'}"
 
 
 def _coverage(halves: Sequence[tuple[str, Sequence[Result]]]) -> str:
@@ -464,13 +451,15 @@ def _inside(results: Sequence[Result]) -> list[str]:
     ]
 
 
-def _by(name: str, results: Sequence[Result], group_of: Callable[[Result], str]) -> str:
+def _by_knowledge(results: Sequence[Result]) -> str:
     groups: dict[str, list[Result]] = {}
     for result in results:
         if result.is_measured:
-            groups.setdefault(group_of(result), []).append(result)
+            shape = "nothing tells the shape" if result.has_any_shape else "shape fixed or told"
+            card = "the card is named" if result.run.gpus else "no card is named"
+            groups.setdefault(f"{shape}, {card}", []).append(result)
     rows = [[group, *_inside(of_group)[:2]] for group, of_group in sorted(groups.items())]
-    return markdown_table([name, "inside", "median width"], rows)
+    return markdown_table(["", "inside", "median width"], rows)
 
 
 def _verdicts(halves: Sequence[tuple[str, Sequence[Result]]]) -> str:
