@@ -4,8 +4,6 @@
 # make guard  runs those real runs of many seconds that CI needs: endings, kills, resumes, recovery,
 #             dry runs and a user's first hour
 # make long   runs all real runs of many seconds, which are tried each night
-# make figures  remakes the figures of README.md and docs/, which takes hours;
-#             FIGURES= remakes the quick ones, and prints the age of the others
 # make docs   makes a site of the documentation, with Python 3.11 or later: open
 #             build/site/index.html, or, so that its search works too, the address that
 #             `python3 -m http.server --directory build/site` says
@@ -18,11 +16,10 @@ VENV ?= .venv
 OUTPUT ?= output/coins
 PYTEST_ARGS ?=
 PROCESSES ?= 2
-FIGURES ?= --all
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test quick guard long exhaustive docs figures lint types venv
+.PHONY: demo test quick guard long exhaustive docs lint types venv
 
 PYTEST = "$(VENV)/bin/python" -m pytest -n $(PROCESSES) --dist worksteal
 
@@ -50,9 +47,6 @@ exhaustive: venv
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 "$(VENV)/bin/python" -m mkdocs build --strict
-
-figures: venv
-	"$(VENV)/bin/python" tools/figures.py $(FIGURES)
 
 lint: venv
 	"$(VENV)/bin/python" -m ruff check .

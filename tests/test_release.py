@@ -1,14 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """What is said about a release in more than one place is the same in each."""
 
-import json
 import os
 import re
 import subprocess
 
 import make_venv
-import pytest
-import set_address
 import yaml
 from tiny import ROOT
 
@@ -119,68 +116,6 @@ def test_the_citation_can_be_read():
     assert citation["cff-version"] == "1.2.0"
     assert {"message", "title", "authors"} <= set(citation)
     assert citation["license"] == "Apache-2.0"
-
-
-def test_one_address_is_written_into_all_that_needs_it(tmp_path):
-    files = {file for file, *_ in set_address.PLACES}
-    for file in files:
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text(read(file))
-    before = {file: read(file) for file in files}
-    for address in ("https://github.com/Other/other", "https://github.com/Some-One/memfit.git"):
-        set_address.set_address(tmp_path, address)
-    after = {file: (tmp_path / file).read_text() for file in files}
-    assert all("github.com/Some-One/memfit" in text for text in after.values())
-    assert "ther/other" not in "".join(after.values())
-    assert "memfit.git" not in "".join(after.values())
-    assert {f: len(after[f].splitlines()) - len(before[f].splitlines()) for f in files} == {
-        "CITATION.cff": 1,
-        "README.md": 5,
-        "docs/INSTALL.md": 0,
-        "docs/notebooks/first_steps.ipynb": 2,
-        "mkdocs.yml": 2,
-        "pyproject.toml": 6,
-    }
-    cells = json.loads(after["docs/notebooks/first_steps.ipynb"])["cells"]
-    assert "/colab.research.google.com/github/Some-One/memfit/blob/main/docs/" in str(cells[0])
-    code = "".join(cells[1]["source"])
-    assert '\nREPOSITORY = "https://github.com/Some-One/memfit"  #' in code
-    citation = yaml.safe_load(after["CITATION.cff"])
-    assert citation["repository-code"] == "https://github.com/Some-One/memfit"
-
-
-@pytest.mark.parametrize(
-    "address", ["", "github.com/a/b", "https://github.com/a", "https://x.y/a/b"]
-)
-def test_what_is_no_address_is_refused(tmp_path, address):
-    with pytest.raises(ValueError, match="must be https://github"):
-        set_address.set_address(tmp_path, address)
-
-
-def test_the_recipe_of_conda_has_the_requirements_of_the_package():
-    recipe = yaml.safe_load(read("tools/conda/recipe.yaml"))
-    assert recipe["context"]["version"] == d2_memfit.__version__
-    table = re.search(
-        r"^dependencies = \[\n(.*?)^\]", read("pyproject.toml"), re.DOTALL | re.MULTILINE
-    )
-    asked = set(re.findall(r'^    "(\S+)"', table[1].lower(), re.MULTILINE))
-    names = {"pytorch": "torch", "matplotlib-base": "matplotlib"}
-    run = {line.split()[0] for line in recipe["requirements"]["run"]}
-    assert {names.get(name, name) for name in run} == {*asked, "python", "detectron2"}
-    (script,) = re.findall(r'^d2-memfit = "(.*)"', read("pyproject.toml"), re.MULTILINE)
-    assert recipe["build"]["python"]["entry_points"] == [f"d2-memfit = {script}"]
-
-
-def test_the_container_is_made_by_a_target_of_the_makefile():
-    lines = read("Dockerfile")
-    (target,) = re.findall(
-        r"^RUN make -C /opt/d2_memfit (\w+) VENV=/opt/venv$", lines, re.MULTILINE
-    )
-    assert f"\n{target}:" in read("Makefile")
-    (python,) = python_versions(re.search(r"^FROM (.*)", lines, re.MULTILINE)[1])
-    assert python in SUPPORTED
-    container = json.loads(read(".devcontainer/devcontainer.json"))
-    assert (ROOT / ".devcontainer" / container["build"]["dockerfile"]).is_file()
 
 
 def test_the_license_has_an_owner():

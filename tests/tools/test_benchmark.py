@@ -1,6 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """That the benchmarks run, with as little as possible; their figures are for people."""
 
+import subprocess
+import sys
+
 import pytest
 from forks import run_forked
 from tiny import ROOT
@@ -13,6 +16,20 @@ def benchmark(*arguments):
     assert result.returncode == 0, result.stderr[-4000:]
     lines = [line.split("|")[1:-1] for line in result.stdout.splitlines() if line.startswith("|")]
     return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
+
+
+def test_the_help_of_all_benchmarks_imports_none_of_them():
+    code = (
+        "import runpy, sys; sys.argv = [sys.argv[1], '--help']\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit: print({'cv2', 'torch', 'benchmarks'} & {*sys.modules})"
+    )
+    script = ROOT / "tools" / "benchmark.py"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(script)], capture_output=True, text=True, check=True
+    )
+    assert "tools/benchmark.py techniques" in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 @pytest.mark.exhaustive
@@ -43,22 +60,3 @@ def test_recovery():
     table = benchmark("recovery", "--size", 64, 96, "--rounds", 1)
     assert float(table["split, 1 image"][1]) > 0
     assert float(table["the same after a failure, less the discarded forward"][1]) > 0
-
-
-FEW = [
-    *("MODEL.RESNETS.STEM_OUT_CHANNELS", 8, "MODEL.RESNETS.RES2_OUT_CHANNELS", 16),
-    *("MODEL.RESNETS.WIDTH_PER_GROUP", 4, "MODEL.FPN.OUT_CHANNELS", 16),
-    *("MODEL.ROI_BOX_HEAD.FC_DIM", 32, "MODEL.ROI_MASK_HEAD.CONV_DIM", 16),
-    *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 16),
-]
-
-
-@pytest.mark.exhaustive
-def test_selective():
-    arguments = ["--size", 512, 512, "--images", 8, "--rounds", 1]
-    table = benchmark("selective", *arguments, *FEW)
-    gb = {name: float(table[name][0]) for name in ("none", "chosen", "all")}
-    assert gb["none"] > gb["chosen"] >= gb["all"]
-    predicted = {name: float(table[name][1]) for name in gb}
-    assert predicted["none"] < predicted["chosen"] < predicted["all"] == 1
-    assert all(float(table[name][2]) > 0 for name in gb)

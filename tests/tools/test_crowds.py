@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The benchmark of crowds, with as little as possible: it measures, writes its tables and draws."""
+"""The benchmark of crowds, with as little as possible: it measures and writes its tables."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def test_crowds_have_the_asked_number_of_objects_and_none_hides_another(is_coco,
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_step_is_measured_on_both_sides_and_drawn(tmp_path):
+def test_a_step_is_measured_on_both_sides(tmp_path):
     pytest.importorskip("transformers")
     model = "Mask2Former (transformers)"
     arguments = ["--only", "step", "--models", model, "--size", 64, "--objects", 4, 30]
@@ -60,7 +60,6 @@ def test_a_step_is_measured_on_both_sides_and_drawn(tmp_path):
     assert many["technique"]["peak_bytes"] < many["plain"]["peak_bytes"]
     assert few["difference"] < 1e-5
     assert many["difference"] < 1e-5
-    assert Image.open(tmp_path / "crowds.png").width > 300
     assert f"| {model} | d2_memfit |" in (tmp_path / "TECHNIQUES.md").read_text()
 
 

@@ -22,7 +22,7 @@ def rewritten(text, page):
         ("PLANNER.md", "[x](../README.md#in-your-own-project)", "[x](README.md)"),
         ("PLANNER.md", "[`Job`](../d2_memfit/job/job.py)", "`Job` (`d2_memfit/job/job.py`)"),
         ("PLANNER.md", "[job.py](../d2_memfit/job/job.py)", "`d2_memfit/job/job.py`"),
-        ("PLANNER.md", "![drawn](plan_page.png)", "![drawn](plan_page.png)"),
+        ("RECOVERY.md", "![drawn](crowded.png)", "![drawn](crowded.png)"),
         ("PLANNER.md", "[elsewhere](https://pytorch.org)", "[elsewhere](https://pytorch.org)"),
         ("PLANNER.md", "[lost](nowhere.md)", "[lost](nowhere.md)"),
         ("projects/PointRend.md", "[x](../../docs/PLANNER.md#drawn)", "[x](../PLANNER.md#drawn)"),

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Shared parts of the benchmarks: real images, sides in turn, and tables with their sources."""
 
+import multiprocessing
 import platform
 import sys
 import tempfile
@@ -127,6 +128,15 @@ def take_turns(sides: Iterable[Any], rounds: int) -> None:
     for _ in range(rounds):
         for side in sides:
             side.round()
+
+
+def in_own_processes(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """Results of a function of each item, in order.
+
+    Each has its own process, because modules of projects have the same names.
+    """
+    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
+        yield from pool.imap(function, items)
 
 
 def machine() -> str:

@@ -14,7 +14,6 @@ and open_clip_torch 2.24; DFormer and MaskFormer need timm; detrex needs Detectr
 import argparse
 import hashlib
 import json
-import multiprocessing
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from typing import Any, Optional
 import yaml
 from compatibility_checks.project import PROJECTS as COMPATIBLE
 from compatibility_checks.project import Project, load
+from pages import write_section
 
 from d2_memfit.errors import one_line
 from d2_memfit.explain import (
@@ -40,7 +40,7 @@ from d2_memfit.explain import (
 )
 from d2_memfit.job import Job, load_lazy_config
 
-from .common import markdown_table
+from .common import in_own_processes, markdown_table
 
 FOLDER = Path(__file__).with_name("runs")
 
@@ -389,22 +389,17 @@ def run(args: argparse.Namespace) -> None:
     for one in runs():
         if args.only in one.name:
             of_project.setdefault((one.repo, one.architecture), []).append(one)
-    # Each project in its own process: their modules have the same names.
-    with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
-        explain = partial(explain_runs, folder=args.projects)
-        for of_one in pool.imap(explain, of_project.values()):
-            results += of_one
-            lines = ["; ".join([*r.cells(), r.told.not_rebuilt]) for r in of_one]
-            print(*lines, sep="\n", file=sys.stderr, flush=True)
+    explain = partial(explain_runs, folder=args.projects)
+    for of_one in in_own_processes(explain, of_project.values()):
+        results += of_one
+        lines = ["; ".join([*r.cells(), r.told.not_rebuilt]) for r in of_one]
+        print(*lines, sep="\n", file=sys.stderr, flush=True)
     text = tables(results)
     print(text)
     if args.page is not None:
-        before, rest = args.page.read_text().split(_BEGIN)
-        _, after = rest.split(_END)
-        args.page.write_text(f"{before}{_BEGIN}\n{text}\n{_END}{after}")
+        write_section(args.page, "runs", "benchmark.py runs", text)
 
 
-_BEGIN, _END = "<!-- runs -->", "<!-- end of runs -->"
 _ROWS = ["run", "config", "card", "PyTorch, cuDNN", "images", "measured MiB", "typical", "range"]
 _ROWS += ["width", "inside", "ended", "chance to fit", "doubts"]
 
@@ -415,15 +410,7 @@ def tables(results: Sequence[Result]) -> str:
     fitted_to = [r for r in results if r.run.is_fitted_to]
     parts = [
         _coverage([("only looked at", looked_at), ("fitted to", fitted_to)]),
-        "### By what is known\n\n" + _by("", looked_at, _known),
-        "### By card\n\n" + _by("card", results, lambda r: ", ".join(r.run.gpus) or "not named"),
-        "### By model\n\n" + _by("model", results, lambda r: r.run.architecture),
-        "### By release\n\n"
-        + _by(
-            "PyTorch",
-            results,
-            lambda r: ".".join((r.run.software.get("torch") or "?").split(".")[:2]),
-        ),
+        "### By what is known\n\n" + _by_knowledge(looked_at),
         "### Fits or not\n\n"
         + _verdicts([("only looked at", looked_at), ("fitted to", fitted_to)]),
         "### Calibration\n\n" + _calibration(looked_at),
@@ -433,11 +420,6 @@ def tables(results: Sequence[Result]) -> str:
         "Fitted to:\n\n" + markdown_table(_ROWS, [r.cells() for r in fitted_to]),
     ]
     return "\n\n".join(parts)
-
-
-def _known(result: Result) -> str:
-    shape = "nothing tells the shape" if result.has_any_shape else "the shape is fixed or told"
-    return f"{shape}, {'the card is named' if result.run.gpus else 'no card is named'}"
 
 
 def _coverage(halves: Sequence[tuple[str, Sequence[Result]]]) -> str:
@@ -469,13 +451,15 @@ def _inside(results: Sequence[Result]) -> list[str]:
     ]
 
 
-def _by(name: str, results: Sequence[Result], group_of: Callable[[Result], str]) -> str:
+def _by_knowledge(results: Sequence[Result]) -> str:
     groups: dict[str, list[Result]] = {}
     for result in results:
         if result.is_measured:
-            groups.setdefault(group_of(result), []).append(result)
+            shape = "nothing tells the shape" if result.has_any_shape else "shape fixed or told"
+            card = "the card is named" if result.run.gpus else "no card is named"
+            groups.setdefault(f"{shape}, {card}", []).append(result)
     rows = [[group, *_inside(of_group)[:2]] for group, of_group in sorted(groups.items())]
-    return markdown_table([name, "inside", "median width"], rows)
+    return markdown_table(["", "inside", "median width"], rows)
 
 
 def _verdicts(halves: Sequence[tuple[str, Sequence[Result]]]) -> str:

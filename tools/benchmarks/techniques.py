@@ -12,6 +12,9 @@ several ranks, evaluation, image sizes) have their own tests and figures.
 
 The second table measures only the labelling of anchors: 268,569 anchors, those of an image of 800 x
 1344 pixels, and 300 instances.
+
+Then, what each setting of the recipe changes is estimated, and written into docs/TECHNIQUES.md and
+docs/OUT_OF_MEMORY.md. --guide does only that, in a minute.
 """
 
 import argparse
@@ -34,6 +37,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.memory import OwnerMeter, TensorMeter
 from d2_memfit.techniques import TECHNIQUES, ChunkedMatcher, PairwiseQuality, get_technique
 
+from . import guide
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
 
 NUM_ANCHORS = 268_569  # of an FPN on an image of 800 x 1344 pixels
@@ -57,9 +61,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--images", type=int, default=2, help="images in an iteration")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     parser.add_argument("--only", nargs="+", metavar="TECHNIQUE", help="names of techniques")
+    parser.add_argument("--guide", action="store_true", help="measure nothing")
 
 
 def run(args: argparse.Namespace) -> None:
+    if not args.guide:
+        measure(args)
+    guide.write()
+
+
+def measure(args: argparse.Namespace) -> None:
     print(f"Mask R-CNN R50-FPN, {args.images} images of {args.size[0]} x {args.size[1]} pixels.")
     print(f"{machine()}.\n")
     with coins(*args.size) as (dicts, mapper):

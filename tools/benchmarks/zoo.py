@@ -16,16 +16,15 @@ MiB. This is inferred: the rows of ViTDet then agree to 1%, and with 1024 all ar
 import argparse
 import csv
 import math
-import multiprocessing
-import os
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
-from compatibility_checks.stubs import install_stubs
+from compatibility_checks.project import Project
 
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import one_line
@@ -34,7 +33,7 @@ from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, MemoryEstimate
 from d2_memfit.planner.stand_ins import as_in_pytorch
 
-from .common import markdown_table
+from .common import in_own_processes, markdown_table
 
 PUBLISHED = Path(__file__).with_name("zoo_train_memory.csv")
 UNSEEN = Path(__file__).with_name("unseen_train_memory.csv")
@@ -135,12 +134,10 @@ def run(args: argparse.Namespace) -> None:
     elif args.projects is not None:
         rows += [row for row in project_rows() if (args.projects / row.config).is_file()]
     results = []
-    for row in rows:
-        if args.only in row.config:
-            # Each in its own process: the scripts of projects have the same names.
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                results.append(pool.apply(compare, (row, args.projects)))
-            print(f"{row.config}: {results[-1].cells()[3:]}", file=sys.stderr)
+    chosen = [row for row in rows if args.only in row.config]
+    for result in in_own_processes(partial(compare, folder=args.projects), chosen):
+        results.append(result)
+        print(f"{result.row.config}: {result.cells()[3:]}", file=sys.stderr)
     print(markdown_table(HEADER, [result.cells() for result in results]))
     print(f"\nUsed for a choice: {summary([r for r in results if r.row.used])}")
     print(f"\nUsed for nothing: {summary([r for r in results if not r.row.used])}")
@@ -196,10 +193,9 @@ def _job(row: Row, folder: Optional[Path]) -> Job:
     if folder is None or not (folder / row.config).is_file():
         return Job.from_cfg(load_cfg(row.config, options), row.num_gpus)
     file = str((folder / row.config).absolute())
-    project = (folder / row.config.partition("/")[0]).absolute()
-    os.chdir(project)
-    sys.path[:0] = [str(project / "tools"), str(project)]
-    install_stubs(_NOT_NEEDED)
+    tree = row.config.partition("/")[0]
+    project = Project(tree, tree, "", file, paths=("tools", "."), stubs=_NOT_NEEDED)
+    project.prepare(folder / tree)
     if file.endswith(".py"):
         return Job.from_lazy(load_lazy_config(file, options), row.num_gpus)
     trainer = "train_net:Trainer"

@@ -35,7 +35,7 @@ WORKSPACES = ("none", "layout", "transforms", "most")
 _MANY_CHANNELS = 128
 
 # Shares of a data sheet's peaks that training reaches, fitted to published times
-# (tools/benchmarks/times.py): of the units for float32, of tensor cores, and of the bandwidth of
+# (commit 23d5dbdd): of the units for float32, of tensor cores, and of the bandwidth of
 # memory. Grouped convolutions reach a share of the speed of others.
 _FLOAT32_UNITS = 0.83
 _TENSOR_CORES = 0.155

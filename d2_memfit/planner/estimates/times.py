@@ -10,7 +10,7 @@ __all__ = ["Range", "factor_range", "in_words", "seconds_range"]
 
 Range = tuple[float, float]
 
-# Errors as differences of logarithms; 90% of the fitted rows have less (tools/benchmarks/times.py).
+# Errors as differences of logarithms; 90% of the fitted rows have less (commit 23d5dbdd).
 # For a time: if the row's family of models, or its source, is left out of the fit.
 _OF_A_TIME = 0.30
 # For a ratio of two times: a share of its logarithm, from pairs of models of one family, and a

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import times, zoo
+from benchmarks import zoo
 from scipy.stats import spearmanr
 from tiny import ROOT
 
@@ -145,8 +145,8 @@ def test_the_card_that_is_there_is_taken(gpu, expected, name, monkeypatch):
 
 
 def test_times_of_generations_without_published_ones_say_so():
-    """The generations are those of the rows that were fitted."""
-    fitted = {r.device for r in times.published_rows() if r.use == times.FITTED}
+    """The generations are those of the cards whose published times were fitted."""
+    fitted = ("v100", "rtx_2080_ti", "a100_80gb", "rtx_3090")
     capabilities = {CARDS[device].capability for device in fitted}
     for name, card in CARDS.items():
         text = DeviceModel.load(name).times

@@ -15,8 +15,8 @@ with recovery, without and with the techniques. Time does not include the first 
 of the process's private memory, read every 2 ms. Weights are compared with those of the first run.
 
 Writes lines to docs/crowds.jsonl. From these, it writes tables of docs/TECHNIQUES.md and
-docs/RECOVERY.md, and docs/crowds.png. Lines of another --label stay. So another version of
-d2_memfit, on PYTHONPATH, can be a second row of the tables. --draw measures nothing.
+docs/RECOVERY.md. Lines of another --label stay. So another version of d2_memfit, on PYTHONPATH, can
+be a second row of the tables. --report measures nothing.
 """
 
 import argparse
@@ -56,12 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk-size", type=int, default=512, help="MEMFIT.CRITERION.CHUNK_SIZE")
     parser.add_argument("--memory-gb", type=float, help="limit of a process, if not what is free")
     parser.add_argument("--label", default="d2_memfit", help="name of this version in the tables")
-    parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
+    parser.add_argument("--report", action="store_true", help="only write the tables")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder for the files")
 
 
 def run(args: argparse.Namespace) -> None:
-    if not args.draw:
+    if not args.report:
         for part in args.only:
             for line in steps(args) if part == "step" else trainings(args):
                 keep(args.docs, {"part": part, "label": args.label, **line})

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The tables and the picture about crowds, from the lines of docs/crowds.jsonl."""
+"""The tables about crowds, from the lines of docs/crowds.jsonl."""
 
 import json
 from collections.abc import Sequence
@@ -8,19 +8,18 @@ from typing import Any, Optional
 
 from pages import write_section
 
-from d2_memfit.common.units import GB, MB
+from d2_memfit.common.units import MB
 
 from ..common import markdown_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 TOOL = "benchmark.py crowds"
-COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7")  # Okabe and Ito
 
 Line = dict[str, Any]
 
 
 def write(docs: Path) -> str:
-    """Write the tables between their comments, and the picture.
+    """Write the tables between their comments.
 
     Returns:
         The tables.
@@ -33,7 +32,6 @@ def write(docs: Path) -> str:
     if parts["step"]:
         tables.append(table_of_steps(parts["step"]))
         write_section(docs / "TECHNIQUES.md", "crowds", TOOL, tables[-1])
-        draw(parts["step"], docs / "crowds.png")
     if parts["training"]:
         tables.append(table_of_trainings(parts["training"]))
         write_section(docs / "RECOVERY.md", "crowds", TOOL, tables[-1])
@@ -120,40 +118,6 @@ def growth(side: str, lines: dict[int, Line]) -> str:
         return ""
     first, last = upper[0], upper[-1]
     return f"{1000 * (peaks[last] - peaks[first]) / (last - first) / MB:,.0f}"
-
-
-def draw(lines: Sequence[Line], path: Path) -> None:
-    """Draw the peak by the number of objects, one panel for each model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    models = unique(lines, "model")
-    columns = min(len(models), 4)
-    rows = -(-len(models) // columns)
-    size = (3.2 * columns, 2.6 * rows)
-    figure, panels = pyplot.subplots(
-        rows, columns, figsize=size, sharex=True, squeeze=False, layout="constrained"
-    )
-    for axes in panels.flat[len(models) :]:
-        axes.set_visible(False)
-    labels = ["plain", *unique(lines, "label")]
-    colors = dict(zip(labels, COLORS))
-    for axes, model in zip(panels.flat, models):
-        for side, found in sides_of(lines, model).items():
-            peaks = {num: peak(side, found[num]) for num in sorted(found)}
-            fit = {num: size / GB for num, size in peaks.items() if size is not None}
-            axes.plot(list(fit), list(fit.values()), marker="o", color=colors[side], label=side)
-        axes.set_title(model, fontsize=10)
-        axes.set_ylim(bottom=0)
-    panels[0, 0].legend(fontsize=8)
-    for axes in panels[:, 0]:
-        axes.set_ylabel("peak, GB")
-    for axes in panels[-1]:
-        axes.set_xlabel("objects in the image")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
 
 
 def unique(lines: Sequence[Line], name: str) -> list[str]:
