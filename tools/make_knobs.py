@@ -51,7 +51,6 @@ KNOBS = {
         Knob("offload, backbone", ["MEMFIT.OFFLOAD.MODULES", ["backbone"]], ""),
         Knob("matching in chunks", ["MEMFIT.MATCHING.CHUNK_SIZE", 4096], ""),
         Knob("mask head in chunks", ["MEMFIT.HEADS.CHUNK_SIZE", 32], ""),
-        Knob("optimizer's for-loop", ["MEMFIT.OPTIMIZER.IMPLEMENTATION", "for-loop"], ""),
     ],
     "Precision": [
         Knob("mixed precision (AMP)", ["SOLVER.AMP.ENABLED", True], "number format"),

@@ -166,7 +166,6 @@ def _all_items() -> tuple[Item, ...]:
         "MixedPrecision",
         "ChunkedHeads",
         "ChunkedMatching",
-        "OptimizerImplementation",
         "EightBitOptimizerStates",
     )
     sizes = (4, 6, 8, 12, 16, 24)
