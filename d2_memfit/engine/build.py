@@ -55,7 +55,6 @@ class Run:
     Attributes:
         cfg: the job's config with the techniques of the part "config".
         options: keyword arguments of :class:`AccumulatingTrainer` that the job's keys ask for.
-        ddp_options: those of ``DistributedDataParallel`` that its techniques ask for.
         not_built: the parts, as ``Technique.part``, whose techniques are not applied yet.
 
     Raises:
@@ -80,7 +79,6 @@ class Run:
             "recovery": job.recovery,
             "normalizers": job.normalizers,
         }
-        self.ddp_options: dict[str, Any] = apply_techniques("ddp", {}, job.cfg)
         self.not_built = {"model", "optimizer", "loader"}
 
     def building(self, part: str, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,9 +105,7 @@ class Run:
         Raises:
             ConfigError: a technique is on and would do nothing.
         """
-        job, model = self.job, compat.inner_trainer(trainer).model
-        if any(getattr(model, name, value) != value for name, value in self.ddp_options.items()):
-            self.not_built.add("ddp")
+        job = self.job
         for part in sorted(self.not_built):
             for name in techniques_on(part, job.cfg):
                 raise ConfigError(f"technique {name} is on and would do nothing: {why_not}")
@@ -282,7 +278,7 @@ def build_trainer(
         run.not_built.add("config")
     options = {"loss_fn": job.parts.loss_fn, "clip_gradients": job.parts.clip_gradients()}
     trainer = AccumulatingTrainer(
-        compat.create_ddp_model(model, **{**job.parts.ddp_options(), **run.ddp_options}),
+        compat.create_ddp_model(model, **job.parts.ddp_options()),
         data_loader,
         optimizer,
         **{**run.options, **options, **kwargs},

@@ -52,7 +52,7 @@ def _of_a_job(init: Callable[..., None]) -> Callable[..., None]:
             init(self, cfg, *args, **kwargs)
             return
         cfg = self._make_run(cfg)
-        with project_parts(self._job_run.options, self._job_run.ddp_options) as self._trainers:
+        with project_parts(self._job_run.options) as self._trainers:
             init(self, cfg, *args, **kwargs)
         self._complete()
 
@@ -150,8 +150,7 @@ class MemfitMixin(_Trainer):
         self._job_run.complete(
             self,
             f"{type(self).__name__}.__init__ makes that part by itself. Call there "
-            "self.build_model(cfg), self.build_optimizer(cfg, model), self.build_train_loader(cfg) "
-            "and detectron2.engine.create_ddp_model(model)",
+            "self.build_model(cfg), self.build_optimizer(cfg, model), self.build_train_loader(cfg)",
         )
         for checkpointer in checkpointers_of(self, DetectionCheckpointer):
             MemfitCheckpointer.adopt(checkpointer)

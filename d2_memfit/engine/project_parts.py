@@ -28,9 +28,7 @@ _KEPT = {"model", "data_loader", "optimizer", "gather_metric_period"}
 
 
 @contextmanager
-def project_parts(
-    options: Mapping[str, Any], ddp_options: Mapping[str, Any]
-) -> Iterator[list[AccumulatingTrainer]]:
+def project_parts(options: Mapping[str, Any]) -> Iterator[list[AccumulatingTrainer]]:
     """While open, adapt new objects of Detectron2's classes to d2_memfit, whoever makes them.
 
     - A ``SimpleTrainer`` or ``AMPTrainer`` becomes an :class:`AccumulatingTrainer`. A class derived
@@ -41,7 +39,6 @@ def project_parts(
 
     Args:
         options: keyword arguments of every :class:`AccumulatingTrainer`.
-        ddp_options: keyword arguments of ``DistributedDataParallel``, in addition to the project's.
 
     Yields:
         The trainers that are made.
@@ -92,7 +89,7 @@ def project_parts(
         def __init__(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
             if next(module.parameters()).device.type == "cpu":
                 kwargs["device_ids"] = None
-            original(self, module, *args, **{**ddp_options, **kwargs})
+            original(self, module, *args, **kwargs)
 
         return __init__
 

@@ -187,7 +187,7 @@ def shm_bytes(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int, workers:
         return 0
     geometry = BatchGeometry.from_cfg(cfg, num_ranks)
     grouped = cfg.DATALOADER.ASPECT_RATIO_GROUPING
-    ahead = workers * (cfg.MEMFIT.HOST.PREFETCH or _PREFETCH)
+    ahead = workers * _PREFETCH
     ahead *= 1 if grouped else geometry.images_per_batch
     # Two groups by aspect ratio fill up while the window is trained on.
     images = ahead + geometry.window + (2 * geometry.images_per_batch if grouped else 0)

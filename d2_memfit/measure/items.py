@@ -165,7 +165,6 @@ def _all_items() -> tuple[Item, ...]:
         "MixedPrecision",
         "ChunkedHeads",
         "ChunkedMatching",
-        "OptimizerImplementation",
         "EightBitOptimizerStates",
     )
     sizes = (4, 6, 8, 12, 16, 24)

@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..common.side_work import no_information
 from ..errors import ConfigError
-from .optimizer_implementation import has_known_step
 from .registry import TECHNIQUES, BooleanTechnique
+from .zero import has_known_step
 
 __all__ = ["EightBitOptimizerStates"]
 
@@ -40,9 +40,7 @@ class EightBitOptimizerStates(BooleanTechnique):
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
         if cfg.MEMFIT.OPTIMIZER.ZERO:  # ZeRO takes PyTorch's optimizers
             return {}
-        # bitsandbytes has one implementation.
-        only = {"MEMFIT.OPTIMIZER.IMPLEMENTATION": "default"}
-        return {"MEMFIT.OPTIMIZER.STATES_8BIT": True, **only}
+        return super().enabling_settings(cfg)
 
     @classmethod
     def apply(cls, optimizer: Optimizer, cfg: CfgNode) -> Optimizer:

@@ -2,22 +2,20 @@
 """A limit on the data loader's workers by the host's RAM."""
 
 import logging
-from typing import Any, Callable
+from typing import Any
 
 import psutil
 from detectron2.config import CfgNode
 from detectron2.utils import comm
-from torch.utils.data import DataLoader
 
 from ..common.checks import check_positive_number
 from ..common.units import GB
-from ..compat import inner_dataset
 from ..data import shorter_sides
 from ..iteration import BatchGeometry
 from ..memory import available_host_bytes
-from .registry import TECHNIQUES, KeyTechnique, PositiveIntTechnique
+from .registry import TECHNIQUES, KeyTechnique
 
-__all__ = ["HostBudget", "LoaderPrefetch", "loader_bytes", "workers_bytes"]
+__all__ = ["HostBudget", "loader_bytes", "workers_bytes"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +24,7 @@ logger = logging.getLogger(__name__)
 # let it grow, so four times that is assumed.
 _WORKER_BYTES = 0.3 * GB
 _TRAINER_BYTES = 1.5 * GB  # PyTorch, Detectron2 and a CUDA context; without the dataset
-_DEFAULT_PREFETCH = 2  # PyTorch's
+_PREFETCH = 2  # PyTorch's DataLoader: batches ready per worker
 
 
 @TECHNIQUES.register()
@@ -43,8 +41,8 @@ class HostBudget(KeyTechnique):
     part = "config"
     in_plans = False
     # RAM of this machine that training may use, in GB (2^30 bytes), for all ranks and their
-    # workers together. If they need more, DATALOADER.NUM_WORKERS and MEMFIT.HOST.PREFETCH are
-    # lowered. A plan does not offload more than this leaves. None: no limit.
+    # workers together. If they need more, DATALOADER.NUM_WORKERS is lowered. A plan does not
+    # offload more than this leaves. None: no limit.
     key = "MEMFIT.HOST.BUDGET_GB"
     check_value = staticmethod(check_positive_number)
 
@@ -59,70 +57,24 @@ class HostBudget(KeyTechnique):
         left = budget / comm.get_local_size() - own_bytes - cfg.MEMFIT.PLAN.OFFLOADED_GB * GB
         num_ranks = comm.get_world_size()
         wanted = cfg.DATALOADER.NUM_WORKERS
-        prefetch = cfg.MEMFIT.HOST.PREFETCH or _DEFAULT_PREFETCH
-        # Prefetch fewer images first: that costs less than a worker.
-        if wanted * worker_bytes(cfg, prefetch, num_ranks) > left:
-            prefetch = 1
-        workers = max(0, min(wanted, int(left // worker_bytes(cfg, prefetch, num_ranks))))
+        each = worker_bytes(cfg, num_ranks)
+        workers = max(0, min(wanted, int(left // each)))
         logger.log(
             logging.WARNING if workers == 0 < wanted else logging.INFO,
-            "MEMFIT.HOST.BUDGET_GB %g: DATALOADER.NUM_WORKERS %d of %d, each loads %d ahead and "
-            "takes about %.2f GB; %.1f GB are left for them on each rank",
+            "MEMFIT.HOST.BUDGET_GB %g: DATALOADER.NUM_WORKERS %d of %d, each takes about %.2f GB; "
+            "%.1f GB are left for them on each rank",
             cfg.MEMFIT.HOST.BUDGET_GB,
             workers,
             wanted,
-            prefetch,
-            worker_bytes(cfg, prefetch, num_ranks) / GB,
+            each / GB,
             left / GB,
         )
         part = part.clone()
         part.defrost()
         part.DATALOADER.NUM_WORKERS = workers
-        part.MEMFIT.HOST.PREFETCH = prefetch
         if cfg.is_frozen():
             part.freeze()
         return part
-
-
-@TECHNIQUES.register()
-class LoaderPrefetch(PositiveIntTechnique):
-    """Makes each worker of the loader hold fewer images ready.
-
-    Saves their memory. Costs time if loading times vary.
-
-    Source: ``prefetch_factor`` of https://docs.pytorch.org/docs/stable/data.html
-    """
-
-    tier = "exact"
-    part = "loader"
-    in_plans = False
-    # Images that each worker of the loader loads ahead; batches without
-    # DATALOADER.ASPECT_RATIO_GROUPING. None: PyTorch's 2.
-    key = "MEMFIT.HOST.PREFETCH"
-
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.HOST.PREFETCH": 1} if cfg.DATALOADER.NUM_WORKERS else {}
-
-    @classmethod
-    def apply(cls, build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:
-        def build_loader_with_prefetch(*args: Any, **kwargs: Any) -> Any:
-            loader = build_loader(*args, **kwargs)
-            inner = loader
-            while inner is not None and not isinstance(inner, DataLoader):
-                # Detectron2's groups and maps are around it.
-                inner = inner_dataset(inner)
-            if inner is None:
-                logger.warning(
-                    "MEMFIT.HOST.PREFETCH: the loader is a %s without a DataLoader in it, and "
-                    "stays as it is",
-                    type(loader).__name__,
-                )
-            elif inner.num_workers:
-                inner.prefetch_factor = cfg.MEMFIT.HOST.PREFETCH
-            return loader
-
-        return build_loader_with_prefetch
 
 
 def loader_bytes(cfg: CfgNode, num_ranks: int) -> float:
@@ -134,18 +86,17 @@ def loader_bytes(cfg: CfgNode, num_ranks: int) -> float:
 
 def workers_bytes(cfg: CfgNode, num_ranks: int) -> float:
     """RAM of the workers of a rank's loader, in bytes."""
-    prefetch = cfg.MEMFIT.HOST.PREFETCH or _DEFAULT_PREFETCH
-    return cfg.DATALOADER.NUM_WORKERS * worker_bytes(cfg, prefetch, num_ranks)
+    return cfg.DATALOADER.NUM_WORKERS * worker_bytes(cfg, num_ranks)
 
 
-def worker_bytes(cfg: CfgNode, prefetch: int, num_ranks: int) -> float:
+def worker_bytes(cfg: CfgNode, num_ranks: int) -> float:
     """RAM of a worker of the loader, in bytes, without masks.
 
     It includes the process, the image in work, as read and as resized, and the images held ready.
     """
     batch = BatchGeometry.from_cfg(cfg, num_ranks).images_per_batch
     images = 1 if cfg.DATALOADER.ASPECT_RATIO_GROUPING else batch
-    return _WORKER_BYTES + (2 + prefetch) * images * _image_bytes(cfg)
+    return _WORKER_BYTES + (2 + _PREFETCH) * images * _image_bytes(cfg)
 
 
 def _image_bytes(cfg: CfgNode) -> int:

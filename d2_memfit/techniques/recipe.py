@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Settings of Detectron2's own keys that need less memory and change what is trained."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Union
 
 from detectron2.config import CfgNode
@@ -42,22 +42,6 @@ def _draws_polygons(cfg: CfgNode) -> bool:
 
 
 @TECHNIQUES.register()
-class FewerProposals(_Recipe):
-    """Halves the proposals that the proposal network gives to the ROI heads.
-
-    Saves their share of non-maximum suppression, matching and sampling. Changes: the heads choose
-    from fewer proposals.
-
-    Source: Lin et al., "Feature Pyramid Networks", arXiv:1612.03144, for the number of 1000.
-    """
-
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        keys = ("MODEL.RPN.PRE_NMS_TOPK_TRAIN", "MODEL.RPN.POST_NMS_TOPK_TRAIN")
-        return _halved(cfg, keys, at_least=250)
-
-
-@TECHNIQUES.register()
 class SmallerRoiBatch(_Recipe):
     """Halves the proposals per image that the ROI heads train on.
 
@@ -69,21 +53,7 @@ class SmallerRoiBatch(_Recipe):
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return _halved(cfg, ("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE",), at_least=64)
-
-
-@TECHNIQUES.register()
-class SmallerRpnBatch(_Recipe):
-    """Halves the anchors per image in the proposal network's loss.
-
-    Saves little: losses are small. Changes: the sampling.
-
-    Source: Ren et al., "Faster R-CNN", arXiv:1506.01497, for the number of 256.
-    """
-
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return _halved(cfg, ("MODEL.RPN.BATCH_SIZE_PER_IMAGE",), at_least=64)
+        return _halved(cfg, "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", at_least=64)
 
 
 @TECHNIQUES.register()
@@ -97,24 +67,7 @@ class FewerDetections(_Recipe):
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return _halved(cfg, ("TEST.DETECTIONS_PER_IMAGE",), at_least=25)
-
-
-@TECHNIQUES.register()
-class FewerQueries(_Recipe):
-    """Halves the queries of models that have them (DETR, MaskFormer, Mask2Former).
-
-    Saves their share of the decoder, and of the masks of all queries. Changes: the number of
-    objects that can be found; weights of queries no longer fit.
-
-    Source: Carion et al., "End-to-End Object Detection with Transformers", arXiv:2005.12872.
-    """
-
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        name = "NUM_OBJECT_QUERIES"
-        nodes = [node for node in ("DETR", "MASK_FORMER") if name in cfg.MODEL.get(node, {})]
-        return _halved(cfg, [f"MODEL.{node}.{name}" for node in nodes], at_least=50)
+        return _halved(cfg, "TEST.DETECTIONS_PER_IMAGE", at_least=25)
 
 
 @TECHNIQUES.register()
@@ -165,37 +118,9 @@ class MoreFrozenStages(_Recipe):
         return {"MODEL.BACKBONE.FREEZE_AT": at + 1} if at < 4 and cfg.MODEL.WEIGHTS else {}
 
 
-@TECHNIQUES.register()
-class LighterBackbone(_Recipe):
-    """Uses the next smaller ResNet: 152, 101, 50, 34, 18 layers.
-
-    Saves activations, weights and optimizer states of the omitted layers. Changes: the model;
-    MODEL.WEIGHTS must be those of the new one (Detectron2 has none for 34 and 18 layers, and
-    converts torchvision's with its ``tools/convert-torchvision-to-d2.py``).
-
-    Source: He et al., "Deep Residual Learning", arXiv:1512.03385; Detectron2's MODEL.RESNETS.DEPTH.
-    """
-
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        resnets = cfg.MODEL.RESNETS
-        if "resnet" not in cfg.MODEL.BACKBONE.NAME or resnets.NUM_GROUPS > 1:
-            return {}
-        smaller = [depth for depth in (101, 50, 34, 18) if depth < resnets.DEPTH]
-        if not smaller:
-            return {}
-        settings = {"MODEL.RESNETS.DEPTH": smaller[0]}
-        if smaller[0] < 50:
-            has_c4_head = cfg.MODEL.ROI_HEADS.NAME == "Res5ROIHeads"
-            if has_c4_head or resnets.RES5_DILATION > 1 or any(resnets.DEFORM_ON_PER_STAGE):
-                return {}  # these need bottleneck blocks
-            settings["MODEL.RESNETS.RES2_OUT_CHANNELS"] = 64
-        return settings
-
-
-def _halved(cfg: CfgNode, keys: Iterable[str], at_least: int) -> dict[str, int]:
-    halves = {key: value_of(cfg, key) // 2 for key in keys}
-    return {key: half for key, half in halves.items() if half >= at_least}
+def _halved(cfg: CfgNode, key: str, at_least: int) -> dict[str, int]:
+    half = value_of(cfg, key) // 2
+    return {key: half} if half >= at_least else {}
 
 
 def _smaller(size: Union[int, Sequence[int]]) -> Union[int, tuple[int, ...]]:

@@ -39,7 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 TIERS = ("exact", "precision", "recipe")
-PARTS = ("config", "model", "optimizer", "ddp", "loader", "evaluation")
+PARTS = ("config", "model", "optimizer", "loader", "evaluation")
 
 
 class Technique:
@@ -56,7 +56,6 @@ class Technique:
             - "config": the config, before anything is made from it
             - "model": the model, before DDP is around it
             - "optimizer": the optimizer, with its model's parameters
-            - "ddp": the keyword arguments of ``DistributedDataParallel``
             - "loader": the function that makes the training loader of a config
             - "evaluation": the model, before it is evaluated; its class is put back afterwards
         order: techniques with a higher one are applied later, around the others.

@@ -10,10 +10,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from ..errors import ConfigError
-from .optimizer_implementation import has_known_step
 from .registry import TECHNIQUES, BooleanTechnique
 
-__all__ = ["ShardedOptimizer", "ShardedOptimizerStates"]
+__all__ = ["ShardedOptimizer", "ShardedOptimizerStates", "has_known_step"]
 
 
 @TECHNIQUES.register()
@@ -81,6 +80,8 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
         # The original empties the entries of its argument.
         super().load_state_dict({**state_dict, "state": dict(state_dict["state"])})
         self.state.clear()  # the states of this rank are in its share
-        implementation = {k: self.defaults[k] for k in ("foreach", "fused") if k in self.defaults}
-        for group in (*self.param_groups, *self.optim.param_groups):
-            group.update(implementation)
+
+
+def has_known_step(cls: type[Optimizer]) -> bool:
+    """Whether an optimizer's step is PyTorch's, or Detectron2's with per-parameter clipping."""
+    return cls.step.__module__.startswith(("torch.optim.", "detectron2.solver."))

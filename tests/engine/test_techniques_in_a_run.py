@@ -144,12 +144,10 @@ def test_a_project_that_builds_its_own_model_and_optimizer_gets_them_too(cfg):
         build_train_loader = Theirs.build_train_loader
 
     cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"]
-    cfg.MEMFIT.OPTIMIZER.IMPLEMENTATION = "fused"
     for trainer_class in (TheirsWithOurs, OursThenTheirs):
         trainer = trainer_class(cfg)
         bases = type(trainer.model.backbone.bottom_up.res3).__mro__
         assert "_Checkpointed" in [base.__name__ for base in bases]
-        assert trainer.optimizer.param_groups[0]["fused"]
         assert trainer.scheduler.optimizer is trainer._trainer.optimizer is trainer.optimizer
 
 

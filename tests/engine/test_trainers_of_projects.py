@@ -316,33 +316,6 @@ def test_a_technique_that_would_not_be_applied_is_an_error(tmp_path):
     assert hasattr(type(remedied.model.net), "_extended_class")
 
 
-class SaysItself(Parts, DefaultTrainer):
-    """It says what technique GradientBucketView would."""
-
-    def __init__(self, cfg):
-        super(DefaultTrainer, self).__init__()
-        model = self.build_model(cfg)
-        optimizer = self.build_optimizer(cfg, model)
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=False)
-        self._trainer = SimpleTrainer(ddp, self.build_train_loader(cfg), optimizer)
-
-
-def bucket_views(rank, shape, output_dir):
-    cls = type("Trainer", (MemfitMixin, SaysItself), {}) if shape is None else class_of(shape)
-    trainer = cls(cfg_of(output_dir, **{"MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW": True}))
-    assert isinstance(trainer.model, DistributedDataParallel)
-    assert not isinstance(trainer.model.module, DistributedDataParallel)
-    return trainer.model.gradient_as_bucket_view
-
-
-def test_options_of_ddp_reach_a_model_that_the_project_wraps(two_ranks, tmp_path):
-    for shape in ("README's line", "SimpleTrainer"):
-        assert two_ranks.run(bucket_views, shape, str(tmp_path)) == [True, True]
-    text = r"GradientBucketView is on and would do nothing: .*detectron2\.engine\.create_ddp_model"
-    with pytest.raises(AssertionError, match=text):
-        two_ranks.run(bucket_views, None, str(tmp_path))
-
-
 def test_a_plan_that_nobody_makes_is_an_error(coins, tmp_path):
     cfg = coins_cfg(tmp_path, **{"SOLVER.MAX_ITER": 1, "MEMFIT.PLAN.ENABLED": True})
     cfg.MEMFIT.BUDGET_GB = process_memory().data_bytes / 2**30 + 20
@@ -479,7 +452,7 @@ def test_build_trainer_refuses_what_would_do_nothing(tmp_path):
         return Job.from_trainer(PlainProject, cfg_of(tmp_path, **keys))
 
     loader = [[{"image_id": 0}]]
-    for key, value in (("PREFETCH", 1), ("BUDGET_GB", 100.0), ("SHARED_DATASET", True)):
+    for key, value in (("BUDGET_GB", 100.0), ("SHARED_DATASET", True)):
         with pytest.raises(ConfigError, match="would do nothing: build_trainer got a data_loader"):
             build_trainer(job(**{f"MEMFIT.HOST.{key}": value}), data_loader=loader)
     monitored = job(**{"MEMFIT.MONITOR.PERIOD": 1})

@@ -1,13 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 import psutil
 import pytest
-from detectron2.data import build_detection_train_loader
 from tiny import tiny_cfg
 
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
-from d2_memfit.techniques import apply_techniques, get_technique, host_budget
+from d2_memfit.techniques import apply_techniques, host_budget
 
 GB = 2**30
 
@@ -30,7 +29,6 @@ def test_workers_are_as_many_as_fit(log):
     assert plan(own_gb() + 10).DATALOADER.NUM_WORKERS == 8
     cfg = plan(own_gb() + 1.0)
     assert 1 <= cfg.DATALOADER.NUM_WORKERS <= 3
-    assert cfg.MEMFIT.HOST.PREFETCH == 1
     assert f"DATALOADER.NUM_WORKERS {cfg.DATALOADER.NUM_WORKERS} of 8" in log.text
     assert cfg.is_frozen()
 
@@ -44,13 +42,6 @@ def test_what_the_machine_has_counts_too(monkeypatch):
     assert 1 <= plan(1000).DATALOADER.NUM_WORKERS <= 2
 
 
-def test_images_ahead_are_given_up_before_workers():
-    cfg = plan(10)
-    both, one = (host_budget.worker_bytes(cfg, p, num_ranks=1) * 8 / GB for p in (2, 1))
-    cfg = plan(own_gb() + (both + one) / 2)
-    assert (cfg.DATALOADER.NUM_WORKERS, cfg.MEMFIT.HOST.PREFETCH) == (8, 1)
-
-
 def test_a_trainer_decides_once(coins, log):
     cfg = tiny_cfg(fpn=False)
     cfg.DATASETS.TRAIN, cfg.DATALOADER.NUM_WORKERS = ("coins_train",), 8
@@ -60,31 +51,9 @@ def test_a_trainer_decides_once(coins, log):
     assert getattr(loader, "dataset", loader).num_workers == 0
 
 
-@pytest.mark.parametrize("grouping", [True, False])
-def test_the_loader_loads_as_many_ahead(grouping, coins):
-    cfg = tiny_cfg("mask_rcnn", fpn=False)
-    cfg.DATASETS.TRAIN = ("coins_train",)
-    cfg.DATALOADER.NUM_WORKERS = 1
-    cfg.DATALOADER.ASPECT_RATIO_GROUPING = grouping
-    cfg.SOLVER.IMS_PER_BATCH = 2
-    cfg.MEMFIT.HOST.PREFETCH = 1
-    loader = apply_techniques("loader", build_detection_train_loader, cfg)(cfg)
-    inner = loader.dataset if grouping else loader
-    assert inner.prefetch_factor == 1
-    assert len(next(iter(loader))) == 2
-
-
 @pytest.mark.parametrize("value", [0, -1, "8 gigs", True])
 def test_a_budget_that_cannot_work_is_an_error(value):
     with pytest.raises(
         ConfigError, match=f"HOST.BUDGET_GB must be a positive number, got {value!r}"
     ):
         plan(value)
-
-
-@pytest.mark.parametrize("value", [0, 1.5])
-def test_a_prefetch_that_cannot_work_is_an_error(value):
-    cfg = tiny_cfg(fpn=False)
-    cfg.MEMFIT.HOST.PREFETCH = value
-    with pytest.raises(ConfigError, match=f"HOST.PREFETCH must be a positive integer, got {value}"):
-        get_technique("LoaderPrefetch").is_on(cfg)

@@ -19,10 +19,9 @@ from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 from d2_memfit import AccumulatingTrainer, Job, compat
 from d2_memfit.config import load_cfg
 from d2_memfit.errors import ConfigError
-from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, steps
-from d2_memfit.techniques import ShardedOptimizer, apply_techniques, get_technique
+from d2_memfit.techniques import ShardedOptimizer, apply_techniques
 
 pytestmark = pytest.mark.slow
 
@@ -53,58 +52,6 @@ def iterate(trainer, num_iterations):
             trainer.run_step()
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("name", ["for-loop", "foreach", "fused"])
-def test_implementations_make_the_same_steps(name, clip):
-    key = "MEMFIT.OPTIMIZER.IMPLEMENTATION"
-    plain, _ = train(cfg_with(clip=clip))
-    model, optimizer = train(cfg_with(key, name, clip=clip))
-    assert relative_difference(parameters(model), parameters(plain)) < 1e-7
-    assert {(g["foreach"], g["fused"]) for g in optimizer.param_groups} == {
-        (name == "foreach", name == "fused")
-    }
-
-
-def test_the_implementation_is_the_configs_after_a_checkpoint_was_loaded():
-    _, plain = train(cfg_with())
-    _, optimizer = train(cfg_with("MEMFIT.OPTIMIZER.IMPLEMENTATION", "fused"))
-    optimizer.load_state_dict(plain.state_dict())
-    assert all(group["fused"] for group in optimizer.param_groups)
-
-
-def test_a_for_loop_needs_no_copy_of_all_gradients():
-    peaks = {}
-    for name in ("for-loop", "foreach"):
-        cfg = cfg_with("MEMFIT.OPTIMIZER.IMPLEMENTATION", name)
-        model = tiny_model(cfg)
-        optimizer = make(cfg, model)
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        optimizer.step()  # momentum is there from now on
-        with TensorMeter() as meter:
-            optimizer.step()
-        peaks[name] = meter.peak_bytes
-    gradients = sum(p.nbytes for p in model.parameters())
-    assert peaks["foreach"] >= 0.9 * gradients
-    assert peaks["for-loop"] < 0.3 * gradients
-
-
-def test_an_optimizer_without_implementations_is_an_error():
-    class Own(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
-
-    cfg = cfg_with("MEMFIT.OPTIMIZER.IMPLEMENTATION", "fused")
-    with pytest.raises(ConfigError, match=r"IMPLEMENTATION fused: a Own has no other"):
-        apply_techniques("optimizer", Own([torch.ones(1, requires_grad=True)]), cfg)
-
-
-def test_an_unknown_implementation_is_an_error():
-    cfg = cfg_with("MEMFIT.OPTIMIZER.IMPLEMENTATION", "fast")
-    with pytest.raises(ConfigError, match=r"IMPLEMENTATION must be 'default', .* got 'fast'"):
-        get_technique("OptimizerImplementation").is_on(cfg)
-
-
 def test_sharding_on_one_rank_is_an_error():
     cfg = cfg_with("MEMFIT.OPTIMIZER.ZERO", True)
     with pytest.raises(ConfigError, match=r"ZERO shares .* and there is one rank. Set it False"):
@@ -124,8 +71,7 @@ def train_on_rank(rank, pairs, clip, state=None, num_iterations=3):
     if state is not None:
         # What comes from another process is shared with it, and would be changed there too.
         optimizer.load_state_dict(copy.deepcopy(state))
-    ddp_options = apply_techniques("ddp", {}, cfg)
-    ddp = compat.create_ddp_model(model, broadcast_buffers=False, **ddp_options)
+    ddp = compat.create_ddp_model(model, broadcast_buffers=False)
     loader = [images(2, first=4 * i + 2 * rank) for i in range(num_iterations)]
     iterate(AccumulatingTrainer(ddp, loader, optimizer), num_iterations)
     num_bytes = bytes_of_states(getattr(optimizer, "optim", optimizer))
@@ -272,13 +218,6 @@ def ask_for_states_that_are_not_gathered(rank):
 
 def test_states_of_an_earlier_step_are_not_saved(two_ranks):
     two_ranks.run(ask_for_states_that_are_not_gathered)
-
-
-def test_gradients_in_ddps_buffers_make_the_same_steps(two_ranks):
-    (plain, _, _), _ = two_ranks.run(train_on_rank, (), False)
-    pairs = ("MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW", True)
-    (views, _, _), _ = two_ranks.run(train_on_rank, pairs, False)
-    assert relative_difference(views, plain) == 0
 
 
 def test_eight_bits_without_their_library_are_an_error(monkeypatch):

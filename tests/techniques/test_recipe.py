@@ -4,7 +4,6 @@
 import detectron2.projects.point_rend  # noqa: F401, registers its mask head
 import pytest
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg
@@ -34,27 +33,14 @@ def cfg():
     cfg = tiny_cfg("mask_rcnn")
     cfg.MODEL.WEIGHTS = "pretrained.pth"
     cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = 1000
-    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 256
+    cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 256
     return cfg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SmallerRoiBatch", "MoreFrozenStages", "FewerProposals"])
+@pytest.mark.parametrize("name", ["SmallerRoiBatch", "MoreFrozenStages"])
 def test_a_step_needs_less(cfg, name):
     assert peak_of_a_step(with_technique(cfg, name)) < peak_of_a_step(cfg)
-
-
-@pytest.mark.slow
-def test_lighter_backbones_are_trained_down_to_18_layers(cfg):
-    peaks = [peak_of_a_step(cfg)]
-    for depth in (34, 18):
-        cfg = with_technique(cfg, "LighterBackbone")
-        assert depth == cfg.MODEL.RESNETS.DEPTH
-        assert cfg.MODEL.RESNETS.RES2_OUT_CHANNELS == 64
-        cfg.MODEL.RESNETS.STEM_OUT_CHANNELS = 64
-        peaks.append(peak_of_a_step(cfg))
-    assert peaks[2] < peaks[1]
-    assert get_technique("LighterBackbone").enabling_settings(cfg) == {}
 
 
 @pytest.mark.parametrize(
@@ -70,12 +56,7 @@ def test_lighter_backbones_are_trained_down_to_18_layers(cfg):
                           "MODEL.ROI_MASK_HEAD.NAME", "PointRendMaskHead"], {}),
         ("FewerDetections", [], {"TEST.DETECTIONS_PER_IMAGE": 50}),
         ("FewerDetections", ["TEST.DETECTIONS_PER_IMAGE", 30], {}),
-        ("SmallerRpnBatch", [], {"MODEL.RPN.BATCH_SIZE_PER_IMAGE": 128}),
         ("MoreFrozenStages", ["MODEL.WEIGHTS", ""], {}),
-        ("FewerQueries", ["MODEL.DETR.NUM_OBJECT_QUERIES", 300],
-         {"MODEL.DETR.NUM_OBJECT_QUERIES": 150}),
-        ("LighterBackbone", ["MODEL.RESNETS.NUM_GROUPS", 32], {}),
-        ("LighterBackbone", ["MODEL.BACKBONE.NAME", "build_swin"], {}),
         ("MixedPrecision", ["MODEL.DEVICE", "cpu"],
          {"SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": "bfloat16"}),
         ("MixedPrecision", [], {"SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": "float16"}),
@@ -83,7 +64,6 @@ def test_lighter_backbones_are_trained_down_to_18_layers(cfg):
 )  # fmt: skip
 def test_settings_follow_the_config(name, opts, expected):
     cfg = get_cfg()
-    cfg.MODEL.DETR = CfgNode({"NUM_OBJECT_QUERIES": 100})
     cfg.merge_from_list(opts)
     assert get_technique(name).enabling_settings(cfg) == expected
 

@@ -48,10 +48,7 @@ def test_each_is_off_by_default_and_its_settings_turn_it_on(name):
     cfg.MODEL.WEIGHTS = "weights.pth"
     cfg.INPUT.MIN_SIZE_TRAIN = (640, 800)
     cfg.INPUT.MASK_FORMAT = "bitmask"
-    cfg.MODEL.RPN.BATCH_SIZE_PER_IMAGE = cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 256
-    cfg.MODEL.RPN.PRE_NMS_TOPK_TRAIN = cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN = 1000
-    cfg.DATALOADER.NUM_WORKERS = 2
-    cfg.MODEL.DETR = CfgNode({"NUM_OBJECT_QUERIES": 100})
+    cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 256
     cfg.TRANSFORMERS = CfgNode({"TYPE": "d_fine"})
     assert not technique.is_on(cfg)
     settings = technique.enabling_settings(cfg)
@@ -65,7 +62,7 @@ def test_each_is_off_by_default_and_its_settings_turn_it_on(name):
 
 def test_settings_are_empty_where_there_is_nothing_to_do():
     cfg = tiny_cfg("faster_rcnn")
-    for name in ("ChunkedHeads", "PolygonMasks", "OneImageSize", "FewerQueries", "LoaderPrefetch"):
+    for name in ("ChunkedHeads", "PolygonMasks", "OneImageSize"):
         assert get_technique(name).enabling_settings(cfg) == {}
 
 

@@ -43,14 +43,7 @@ from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
 NUM_ANCHORS = 268_569  # of an FPN on an image of 800 x 1344 pixels
 NUM_INSTANCES = 300
 
-OTHER_TIERS = [
-    "MixedPrecision",
-    "FewerProposals",
-    "SmallerRoiBatch",
-    "SmallerRpnBatch",
-    "MoreFrozenStages",
-    "LighterBackbone",
-]
+OTHER_TIERS = ["MixedPrecision", "SmallerRoiBatch", "MoreFrozenStages"]
 # With random weights, boxes stay near their anchors, so that there are as many proposals as in
 # training.
 SMALL_ACTIVATIONS = ("MODEL.PIXEL_STD", [300.0, 300.0, 300.0])
@@ -82,11 +75,11 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def exact_techniques_of_one_rank() -> list[str]:
-    """The exact techniques for a model or an optimizer on one device."""
+    """The exact techniques for a model on one device."""
     names = [name for name, t in sorted(TECHNIQUES) if t.tier == "exact" and t.part == "model"]
     if not torch.cuda.is_available():
         names.remove("ActivationOffload")  # the host is the device
-    return [*names, "OptimizerImplementation"]
+    return names
 
 
 def training(images: list[dict[str, Any]], rounds: int, names: list[str], others: list[str]) -> str:

@@ -100,9 +100,7 @@ def run_for_real(dry_job: DryJob, device: str) -> Iterator[None]:
                 p.data.zero_()  # random weights can overflow; biases have a meaning
         trained = [p for p in model.parameters() if p.requires_grad]
         if job.ranks > 1:
-            buckets = torch.empty(sum(map(torch.numel, trained)), device=device)
-            if job.cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
-                steps.keep_gradients_in(buckets, trained)
+            _buckets = torch.empty(sum(map(torch.numel, trained)), device=device)
         precision = job.precision(device)
         if precision.scaler is not None:  # the first steps must not be left out
             precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)

@@ -4,7 +4,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Callable, Optional
 
 import torch
@@ -40,7 +39,6 @@ __all__ = [
     "evaluate",
     "infer",
     "iterate",
-    "keep_gradients_in",
     "train",
 ]
 
@@ -186,12 +184,9 @@ def _started(
         if job.ranks > 1:
             buckets = make_fake(torch.empty(sum(map(torch.numel, trained))))
             run.own("DDP buckets", buckets)
-            if job.cfg.MEMFIT.OPTIMIZER.GRADIENT_BUCKET_VIEW:
-                keep_gradients_in(buckets, trained)
         for p in trained:
-            if p.grad is None:
-                p.grad = make_fake(torch.zeros_like(p))
-                run.own("gradients", p.grad)
+            p.grad = make_fake(torch.zeros_like(p))
+            run.own("gradients", p.grad)
         optimizer.step()
         stack.enter_context(fast_matching(model, run))
         yield run, model, optimizer
@@ -228,18 +223,6 @@ def _use_foreach(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
-
-
-def keep_gradients_in(buckets: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-    """Keep gradients in buckets, as DDP does with ``gradient_as_bucket_view``."""
-    for p, view in zip(parameters, buckets.split([p.numel() for p in parameters])):
-        p.grad = view.view_as(p)
-        p.register_post_accumulate_grad_hook(partial(_move_gradient, view=p.grad))
-
-
-def _move_gradient(parameter: nn.Parameter, view: torch.Tensor) -> None:
-    if parameter.grad is not None and parameter.grad is not view:
-        parameter.grad = view.copy_(parameter.grad)
 
 
 def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:

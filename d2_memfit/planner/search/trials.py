@@ -28,15 +28,14 @@ _NO_LIMIT = 2**62
 _ORDER = {
     "exact": (
         *("SharedBitMaskTargets", "ChunkedMatching", "ChunkedCriterion", "EvaluationOnHost"),
-        *("ShardedOptimizerStates", "OptimizerImplementation", "ChunkedHeads"),
-        *("ActivationCheckpointing", "ActivationOffload"),
+        *("ShardedOptimizerStates", "ChunkedHeads", "ActivationCheckpointing"),
+        "ActivationOffload",
     ),
     "precision": ("MixedPrecision", "EightBitOptimizerStates"),
     "recipe": (
-        *("PolygonMasks", "DenoisingQueries", "FewerDetections", "FewerProposals"),
-        *("SmallerRpnBatch", "SmallerRoiBatch", "OneImageSize", "MoreFrozenStages"),
-        *("LowRankAdapters", "SmallerImages", "FrozenModules", "FewerQueries"),
-        "LighterBackbone",
+        *("PolygonMasks", "DenoisingQueries", "FewerDetections", "SmallerRoiBatch"),
+        *("OneImageSize", "MoreFrozenStages", "LowRankAdapters", "SmallerImages"),
+        "FrozenModules",
     ),
 }
 
