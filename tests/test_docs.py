@@ -22,7 +22,7 @@ from d2_memfit.cli.commands import main as d2_memfit_command
 from d2_memfit.config import load_cfg
 
 PAGES = [
-    *ROOT.glob("*.md"),
+    *(page for page in ROOT.glob("*.md") if page.name != "CHANGELOG.md"),  # it names what left
     *(ROOT / "docs").glob("*.md"),
     *(ROOT / "projects").glob("*/README.md"),
     *(ROOT / ".github").glob("*.md"),
