@@ -101,13 +101,8 @@ def argument_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="do not evaluate, and do not plan for evaluation",
     )
-    parser.add_argument(
-        "--hold-out",
-        type=float,
-        metavar="SHARE",
-        help="evaluate on this share of the images of --coco, such as 0.2, and train on the rest; "
-        "the parts are OUTPUT_DIR/train.json and OUTPUT_DIR/val.json",
-    )
+    of_share = "evaluate on this share of the images of --coco, such as 0.2, and train on the rest"
+    parser.add_argument("--hold-out", type=float, metavar="SHARE", help=of_share)
     add_card_and_coco_options(parser)
     return parser
 

@@ -4,10 +4,7 @@
 import json
 import os
 import random
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..common.files import check_outputs, output_file
 from ..errors import ConfigError
@@ -16,13 +13,10 @@ from .coco_file import check_coco_file
 __all__ = ["hold_out"]
 
 
-def hold_out(
-    coco: Sequence[Sequence[str]], share: float, folder: str, resume: bool
-) -> list[list[str]]:
+def hold_out(coco: list[list[str]], share: float, folder: str, resume: bool) -> list[list[str]]:
     """Write ``train.json`` and ``val.json``, with the images of ``--coco`` in two parts.
 
-    The parts are the same each time, so each rank of torchrun may write them. They have about the
-    same share of each class.
+    The parts are the same each time, so each rank of torchrun may write them.
 
     Args:
         coco: values of ``--coco``.
@@ -45,34 +39,19 @@ def hold_out(
     if resume and all(file.is_file() for file in files):
         return parts
     content = check_coco_file(name, json_file, None, for_training=False).content
-    images = _in_order(content)
-    is_share = 0 < share < 1
-    held = {i for n, i in enumerate(images) if is_share and int((n + 1) * share) > int(n * share)}
-    if not held:
-        raise ConfigError(
-            f"--hold-out {share:g} of {len(images)} images leaves a part without images: name a "
-            "share between 0 and 1, such as 0.2"
-        )
-    for file, ids in zip(files, (set(images) - held, held)):
-        of_part = {"images": [image for image in content["images"] if image["id"] in ids]}
-        of_part["annotations"] = [a for a in content["annotations"] if a["image_id"] in ids]
-        text = json.dumps({**content, **of_part})
-        if file.is_file() and file.read_text() == text:
-            continue
-        if os.path.lexists(file):
-            check_outputs([file], [json_file])
-        with output_file(file, "w") as f:
-            f.write(text)
-    return parts
-
-
-def _in_order(coco: dict[str, Any]) -> list[Any]:
-    """Ids of all images, drawn in the same order each time, and then by their rarest class."""
-    numbers = Counter(a["category_id"] for a in coco["annotations"])
-    rarest: dict[Any, tuple[int, str]] = {}
-    for a in coco["annotations"]:
-        one = numbers[a["category_id"]], str(a["category_id"])
-        rarest[a["image_id"]] = min(one, rarest.get(a["image_id"], one))
-    images = sorted(coco["images"], key=lambda image: image["file_name"])
+    images = sorted(content["images"], key=lambda image: image["file_name"])
     random.Random(0).shuffle(images)
-    return sorted((i["id"] for i in images), key=lambda i: rarest.get(i, (0, "")))
+    number = int(share * len(images)) if 0 < share < 1 else 0
+    if not number:
+        why = f"{share:g} of {len(images)} images leaves a part without images"
+        raise ConfigError(f"--hold-out {why}: name a share between 0 and 1, such as 0.2")
+    for file, of_part in zip(files, (images[number:], images[:number])):
+        ids = {image["id"] for image in of_part}
+        annotations = [a for a in content["annotations"] if a["image_id"] in ids]
+        text = json.dumps({**content, "images": of_part, "annotations": annotations})
+        if not (file.is_file() and file.read_text() == text):
+            if os.path.lexists(file):  # if not, another rank may write it now
+                check_outputs([file], [json_file])
+            with output_file(file, "w") as f:
+                f.write(text)
+    return parts
