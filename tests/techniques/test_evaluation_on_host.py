@@ -15,7 +15,8 @@ from detectron2.modeling.postprocessing import sem_seg_postprocess
 from detectron2.structures import Instances
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
-from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from d2_memfit.common.units import GB
 from d2_memfit.errors import ConfigError
@@ -217,40 +218,57 @@ def test_an_estimate_states_device_and_host_for_100_queries_at_20_megapixels():
     assert "evaluation, on the host" in describe_estimate(on_host)
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on another device."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if any(kind is not cls for kind in types):
+            return NotImplemented  # the other class comes next
+        if func is torch.Tensor.device.__get__:
+            return torch.device("cuda")
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func in (torch.Tensor.cpu, torch.Tensor.to):
+            return torch.from_numpy(result.numpy())
+        return result
+
+
+class OneDevice(TorchDispatchMode):
+    """Like PyTorch, refuses operators of tensors on two devices."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        is_index = func is torch.ops.aten.index.Tensor
+        if not is_index and len({isinstance(t, OnDevice) for t in tensors if t.dim()}) > 1:
+            raise RuntimeError(f"{func}: expected all tensors to be on the same device")
+        return func(*args, **(kwargs or {}))
+
+
 class LikeMaskFormer(torch.nn.Module):
-    """MaskFormer's inference, whose scores stay on the device of the model."""
+    """MaskFormer's inference: the scores of the queries stay on the device of the model."""
 
     def forward(self, batch):
-        scores, masks = torch.rand(20, 4, device="cuda"), torch.rand(20, 32, 32, device="cuda")
+        scores, masks = (torch.rand(*s).as_subclass(OnDevice) for s in ((20, 4), (20, 32, 32)))
         masks = sem_seg_postprocess(masks, (30, 32), batch[0]["height"], batch[0]["width"])
         best = scores.max(-1)[0]
         keep = torch.ones(20, dtype=torch.bool, device=masks.device)
         semantic = torch.einsum("qc,qhw->chw", scores[keep], masks.sigmoid()[keep])
-        chosen = masks[best.topk(5).indices]
-        on_device = torch.zeros(5, *masks.shape[1:], device="cuda")
-        on_device[0] = chosen[0]
-        on_device.copy_(chosen)
+        chosen = masks[best.topk(5)[1]]
         instances = Instances(masks.shape[1:], pred_masks=(chosen > 0).float())
         instances.scores = best[:5] * (chosen.flatten(1).sum(1) / chosen[0].numel())
-        again = masks.to(scores.device) * scores[:, :1, None]
-        return (
-            scores,
-            instances,
-            semantic,
-            (best[:, None, None] * masks).argmax(0),
-            on_device,
-            again,
-        )
+        best_of_pixel = (best.view(-1, 1, 1) * masks).argmax(0)
+        on_device = torch.zeros_like(scores)
+        on_device[0] = masks[0, 0, :4]
+        return on_device, masks, [instances.pred_masks, instances.scores, semantic, best_of_pixel]
 
 
 def test_what_meets_masks_on_the_host_comes_there_and_nothing_else():
-    with FakeTensorMode():
-        found = apply(LikeMaskFormer().eval())(photograph(3648, 5472))
-    scores, instances, semantic, best, on_device, again = found
-    assert semantic.shape == (4, 3648, 5472)
-    assert [t.device.type for t in (scores, on_device, again)] == ["cuda"] * 3
-    on_host = (instances.pred_masks, instances.scores, semantic, best)
+    with OneDevice():
+        on_device, masks, on_host = apply(LikeMaskFormer().eval())(photograph(70, 90))
+    assert type(on_device) is OnDevice
+    assert torch.equal(on_device[0].cpu(), masks[0, 0, :4])
     assert [t.device.type for t in on_host] == ["cpu"] * 4
+    assert on_host[2].shape == (4, 70, 90)
 
 
 def test_masks_on_the_host_are_copied_and_stored_as_tensors():
