@@ -53,7 +53,6 @@ def copied(page: str, command: str, *sources: str) -> Figure:
 FIGURES = (
     quick(("docs/CONFIG.md",), "tools/make_config_reference.py"),
     quick(("docs/HOW_IT_WORKS.md",), "tools/make_map.py"),
-    quick(("docs/MACHINES.md",), "tools/make_gpu_page.py"),
     quick(("docs/crowded.png",), "tools/benchmark.py crowded --draw"),
     quick(
         ("docs/crowds.png", "docs/TECHNIQUES.md", "docs/RECOVERY.md"),
