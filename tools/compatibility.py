@@ -12,11 +12,13 @@ rows.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +62,29 @@ def main() -> None:
 
 def examined(name: str, folder: Path, python: str, args: argparse.Namespace) -> dict[str, Any]:
     """The doctor's findings by line; "end" says why its process ended early."""
-    from d2_memfit.measure.worker import Worker
-
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     paths = [str(TOOLS), str(TOOLS.parent), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    command = [python, "-m", "compatibility_checks.child", name, str(folder), str(args.memory_gb)]
-    findings: dict[str, Any] = {}
-
-    def take(finding: dict[str, Any]) -> None:
-        findings[finding["what"]] = finding
+    error = "the time was over"
+    with tempfile.NamedTemporaryFile("r") as file:
+        child = ("-m", "compatibility_checks.child", name, str(folder), str(args.memory_gb))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(
+                [python, *child, file.name],
+                env=env,
+                check=False,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=args.timeout,
+            )
+            last = "".join(done.stderr.splitlines()[-1:])
+            error = f"status {done.returncode}: {last}" if done.returncode else ""
+        findings = [json.loads(line) for line in file]
+    if error:
+        findings.append({"what": "end", "is_well": False, "text": error})
+    for finding in findings:
         print(name, *finding.values(), sep=" | ", flush=True)
-
-    error = Worker(command, env).run("", args.timeout, take)
-    if error is not None:
-        take({"what": "end", "is_well": False, "text": error})
-    return findings
+    return {finding["what"]: finding for finding in findings}
 
 
 def commit_of(tree: Path) -> str:

@@ -290,31 +290,25 @@ def _add_budget_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_measure_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cuda:0", help="the GPU (default: cuda:0)")
     parser.add_argument(
-        "--minutes",
+        "--seconds",
         type=float,
-        default=8,
-        help="time limit; run the command again with the same --output to measure the rest "
-        "(default: 8)",
-    )
-    parser.add_argument(
-        "--estimate",
-        metavar="DEVICE",
-        help="only make the estimates, for the card of this device file. This needs no GPU, and a "
-        "later measurement does not have to make them",
-    )
-    parser.add_argument(
-        "--device",
-        default="cuda:0",
-        help="the GPU, or cpu for a small rehearsal (default: cuda:0)",
+        default=480,
+        help="time limit; run the command again to measure the rest (default: 480)",
     )
     parser.add_argument(
         "--output",
         type=Path,
-        default=Path(),
-        metavar="FOLDER",
-        help="folder for the results (default: the current folder)",
+        default=Path("measured.jsonl"),
+        metavar="FILE",
+        help="file for the records; items that have one are not measured again (default: "
+        "measured.jsonl)",
     )
+    parser.add_argument(
+        "--items", default="", metavar="TEXT", help="measure only items with this in their name"
+    )
+    parser.add_argument("--small", action="store_true", help="small images, for a rehearsal")
 
 
 def add_card_and_coco_options(parser: argparse.ArgumentParser) -> None:

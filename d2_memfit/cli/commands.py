@@ -33,7 +33,7 @@ from ..explain import (
 )
 from ..inference import estimate_inference
 from ..job import Job, find_function, load_lazy_config
-from ..measure.session import measure_gpu
+from ..measure import measure_gpu
 from ..memory import use_expandable_segments
 from ..planner.estimates import objects_that_fit, run_dry
 from ..planner.search import Plan, plan_memory
@@ -243,8 +243,8 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
 
 
 def _measure(args: argparse.Namespace) -> None:
-    files = measure_gpu(args.device, args.minutes, args.output, say, args.estimate)
-    show("\n".join(map(str, files)))
+    for text in measure_gpu(args.device, args.seconds, args.output, args.items, args.small):
+        show(text)
 
 
 def _device_of_card(card: Optional[str]) -> Optional[str]:

@@ -120,15 +120,12 @@ ROWS = {
         SPECIAL.format("pipes/images.json"),
     ),
     # measure-gpu
-    "measure-gpu --device cpu": ({"measured.jsonl": MINE}, NOT_OURS.format("measured.jsonl")),
-    "measure-gpu --device cpu --output m": (
-        {"m": "/", "m/measured.jsonl": '{"accuracy": 1}\n'},
-        NOT_OURS.format("m/measured.jsonl"),
+    "measure-gpu": ({"measured.jsonl": MINE}, NOT_OURS.format("measured.jsonl")),
+    "measure-gpu --output m/mine.jsonl": (
+        {"m": "/", "m/mine.jsonl": '{"accuracy": 1}\n'},
+        NOT_OURS.format("m/mine.jsonl"),
     ),
-    "measure-gpu --device cpu --output pipes": (
-        {"pipes": "/", "pipes/measured.jsonl": "|"},
-        SPECIAL.format("pipes/measured.jsonl"),
-    ),
+    "measure-gpu --output pipe": ({"pipe": "|"}, SPECIAL.format("pipe")),
     # train
     f"{TRAIN} OUTPUT_DIR out": (
         {"out": "/", "out/config.yaml": MINE},
@@ -196,7 +193,6 @@ ROWS = {
     f"{TILES} found.json --input val/000.png": ({"found.json": MINE}, "found.json exists, but d2"),
     f"{TILES} val/000.png --input val/000.png": ({}, "val/000.png is the file val/000.png, which"),
     f"{TILES} val.json --coco val.json val": ({}, "val.json is the file val.json, which this co"),
-    "tools/calibrate_device.py card.yaml": ({"card.yaml": MINE}, NOT_OURS.format("card.yaml")),
 }
 
 

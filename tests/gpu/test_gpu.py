@@ -13,7 +13,6 @@ import json
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -39,12 +38,15 @@ from d2_memfit.engine.attempts import recovering_inference
 from d2_memfit.engine.hooks import LeakDetector, MemoryMonitor, MemorySnapshot
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
-from d2_memfit.measure import calibration, outside
-from d2_memfit.measure.calibration import calibrate
-from d2_memfit.measure.items import Scale, items_of
-from d2_memfit.measure.jobs import measure
-from d2_memfit.measure.peaks import limited, load_kernels, peaks_of
-from d2_memfit.memory import OwnerMeter, enforce_budget, is_out_of_memory, release_memory
+from d2_memfit.measure import ITEMS, measure_item
+from d2_memfit.memory import (
+    OwnerMeter,
+    TensorMeter,
+    cuda_context_bytes,
+    enforce_budget,
+    is_out_of_memory,
+    release_memory,
+)
 from d2_memfit.planner.estimates import steps as dry_steps
 from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
 from d2_memfit.settings import Precision, RecoveryOptions
@@ -117,6 +119,48 @@ def deterministic():
             torch.backends.cudnn.deterministic = before
 
 
+@contextmanager
+def peaks_of(device):
+    """While open, a function returns the peak of tensors since its last call, in bytes."""
+
+    def take():
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.memory_stats(device)["allocated_bytes.all.peak"]
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak
+
+    def take_on_cpu():
+        peak, meter.peak_bytes = meter.peak_bytes, meter.live_bytes
+        return peak
+
+    if device.type == "cuda":
+        take()
+        yield take
+    else:
+        with TensorMeter() as meter:
+            yield take_on_cpu
+
+
+@contextmanager
+def limited(gpu, more_bytes):
+    """While open, the process may take only this much more than it has reserved now."""
+    load_kernels(gpu)
+    torch.cuda.empty_cache()
+    taken = cuda_context_bytes(gpu) + torch.cuda.memory_reserved(gpu)
+    enforce_budget((taken + more_bytes) / 2**30, str(gpu))
+    try:
+        yield
+    finally:
+        enforce_budget(None, str(gpu))
+
+
+def load_kernels(gpu):
+    """Those of cuDNN and cuBLAS, whose memory is outside the allocator."""
+    x = torch.ones(1, 8, 32, 32, device=gpu, requires_grad=True)
+    rows = nn.functional.conv2d(x, x.new_ones(8, 8, 3, 3)).flatten(2)
+    (rows @ x.new_ones(900, 8)).sum().backward()
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
 
@@ -185,7 +229,7 @@ def test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow(gpu):
     base = torch.cuda.memory_allocated(gpu)
     with peaks_of(gpu) as peak:
         iterate(one)
-        of_one = peak.take()["allocated_gb"] * 2**30 - base
+        of_one = peak() - base
     one.optimizer.zero_grad(set_to_none=True)
     with limited(gpu, 3 * of_one):
         iterate(trainer)
@@ -206,7 +250,7 @@ def test_evaluation_with_too_little_memory_has_the_same_results(gpu):
 
         def results(part):
             found = [len(result["instances"]) for result in model(part)]
-            return found, peak.take()["allocated_gb"] * 2**30 - base
+            return found, peak() - base
 
         of_one = max(results([image])[1] for image in batch)
         expected, of_all = results(batch)
@@ -335,7 +379,7 @@ def test_four_micro_batches_take_the_memory_of_one(device):
         iterate(trainer)
         with peaks_of(device) as peak:
             iterate(trainer)
-            peaks[steps] = peak.take()["allocated_gb"] * 2**30
+            peaks[steps] = peak()
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
     assert peaks[4] <= 1.01 * peaks[1] + gradients
 
@@ -381,7 +425,7 @@ def test_exact_techniques_keep_gradients_and_take_no_more_memory(names, device, 
             seed_all()
             with peaks_of(device) as peak, EventStorage():
                 sum(model(batch).values()).backward()
-                bytes_taken = peak.take()["allocated_gb"] * 2**30 - there_already
+                bytes_taken = peak() - there_already
         gradients = {n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None}
         return gradients, bytes_taken
 
@@ -433,54 +477,26 @@ def test_a_healthy_run_causes_no_warning_of_a_leak(device):
     assert not detector._said
 
 
-def test_a_made_up_card_is_calibrated(monkeypatch):
-    """Convolutions of a GPU's size take a CPU minutes."""
-    monkeypatch.setattr(calibration, "_CONVOLUTIONS", [(1, 4, 4, 8, 8, 3)])
-    monkeypatch.setattr(calibration, "_flops_per_s", lambda *_: 1e12)
-    with made_up_card(outside_gb=0.5):
-        values = calibrate(torch.device("cuda:0"), seconds=0.01)
-    assert values["device_name"] == "Made-up"
-    assert values["context_mb"] == pytest.approx(512)
-    assert values["cublas_workspace_mb"] == 0
+def test_memory_outside_the_allocator_is_measured(gpu):
+    record = measure_item("device", str(gpu), small=True)
+    assert record["device"] == torch.cuda.get_device_name(gpu)
+    assert 100 * 2**20 < record["context_bytes"] < 2500 * 2**20
+    assert 0 <= record["cublas_workspace_bytes"] < 2**28
 
 
-def test_the_device_is_calibrated(device):
-    values = calibrate(device, seconds=0.1)
-    assert values["flops_per_s"]["float32"] > 1e9
-    assert values["bytes_per_s"] > 1e8
-    if device.type == "cuda":
-        assert values["device_name"] == torch.cuda.get_device_name(device)
-        assert 100 < values["context_mb"] < 2500
-        assert values["flops_per_s"]["float16"] > values["flops_per_s"]["float32"] / 2
-
-
-SMALL = torch.device("cpu")
-GROUPS = ("machine", "zoo", "zoo amp", "fragments")
-FIRST = [item for item in items_of(SMALL) if item.group in GROUPS]
-
-
-@pytest.mark.parametrize("item", FIRST, ids=[item.key for item in FIRST])
-def test_the_gpu_is_measured(item, gpu):
-    record = measure(item, {}, gpu, Scale.for_device(SMALL))
-    if record.get("budget_gb"):
-        assert record["device_gb"] <= record["budget_gb"]
-    if "allocated_gb" in record:
-        assert 0 < record["allocated_gb"] <= record["active_gb"] <= record["reserved_gb"]
-        assert record["outside_gb"] > 0
-        assert record["retries"] == 0
-
-
-def test_memory_outside_the_allocator_is_measured(gpu, monkeypatch):
-    """Its processes of their own have no made-up card, so their function is called here."""
-    small = Scale.for_device(SMALL)
-    monkeypatch.setattr(Scale, "for_device", lambda device: small)
-    sent = SimpleNamespace(records=[])
-    sent.send = sent.records.append
-    outside._use_more_and_more(0, sent, str(gpu), outside._free_bytes(gpu))
-    steps = [record.get("after") or record["workspace"] for record in sent.records]
-    assert steps[0] == "the first tensor"
-    assert steps[3] == "cuBLAS"
-    assert steps[-1] == "evaluating it in float16"
+@pytest.mark.parametrize("change", ["2 images", "AMP", "6GB"])
+def test_the_gpu_is_measured(change, gpu):
+    (name,) = (item for item in ITEMS if item.endswith(f"mask_rcnn_R_50_FPN_3x, {change}"))
+    before = torch.cuda.memory_stats(gpu)["num_alloc_retries"]
+    try:
+        record = measure_item(name, str(gpu), small=True)
+    finally:
+        enforce_budget(None, str(gpu))
+    assert record["measured_bytes"] == pytest.approx(record["estimated_bytes"], rel=0.2)
+    assert 0 < record["measured_bytes"] < record["device_measured_bytes"]
+    assert record["retries"] == before
+    if change == "6GB":
+        assert record["device_measured_bytes"] <= 6 * 2**30
 
 
 # Faults that a check must see. Each is put into a made-up card, or into d2_memfit on it.
@@ -533,7 +549,7 @@ def copies_of_nothing(card, monkeypatch):
     monkeypatch.setattr(offload._Offload, "_copy", lambda *_: None)
 
 
-MEASURED = partial(test_the_gpu_is_measured, FIRST[-1])
+MEASURED = partial(test_the_gpu_is_measured, "6GB")
 OFFLOADED = partial(
     test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit, "retinanet"
 )

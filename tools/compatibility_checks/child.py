@@ -1,10 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """The doctor in one project, in its own process: python -m compatibility_checks.child.
 
-Arguments are the name of the project, the folder of all trees, and GB of address space. Each
-finding is a record for the parent.
+Arguments are the name of the project, the folder of all trees, GB of address space, and the file
+for the findings, a line of JSON each.
 """
 
+import json
 import resource
 import sys
 import tempfile
@@ -18,7 +19,6 @@ import torch
 from d2_memfit import Job
 from d2_memfit.common.units import GB
 from d2_memfit.doctor import Finding, examine, examine_runs
-from d2_memfit.measure.worker import say
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, margin_of
 from d2_memfit.planner.search import plan_memory
@@ -31,22 +31,26 @@ _CARD = "cuda"  # device of the plans
 _OF_ALL = 0.7  # a plan's share of the recipe's memory
 
 
-def main(name: str, folder: str, memory_gb: str) -> None:
+def main(name: str, folder: str, memory_gb: str, file: str) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = int(float(memory_gb) * GB)
     resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     project = PROJECTS[name]
-    with tempfile.TemporaryDirectory() as scratch:
+
+    def say(finding: Finding) -> None:
+        print(json.dumps(vars(finding)), file=findings, flush=True)
+
+    with tempfile.TemporaryDirectory() as scratch, open(file, "w") as findings:
         remake = partial(made, name, Path(folder), Path(scratch))
         job, trainer = remake(ranks=1)
         run = examine if project.has_plain_step else examine_runs
         for finding in run(job, trainer, partial(remake, ranks=2)):
             if finding.what != "estimate" or project.has_plain_step:
-                say(vars(finding))
+                say(finding)
         if project.has_plain_step:
-            say(vars(_plan(project.job(Path(folder) / project.tree, full_size=True))))
+            say(_plan(project.job(Path(folder) / project.tree, full_size=True)))
 
 
 def _plan(job: Job) -> Finding:

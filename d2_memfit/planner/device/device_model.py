@@ -157,7 +157,7 @@ class DeviceModel:
 
         Args:
             name: a family or a measured card in ``devices/``, a card in ``config/cards.csv``, also
-                as people write it, or a path of a file of ``tools/calibrate_device.py``.
+                as people write it, or the path of a device file.
 
         Raises:
             ConfigError: the file does not exist, or is not a device file.
@@ -172,7 +172,7 @@ class DeviceModel:
                 hint = did_you_mean(str(name), device_names())
                 raise ConfigError(
                     f"there is no device {str(name)!r}{hint}. There are cpu, cuda, the cards in "
-                    "docs/PLANNER.md, and files of tools/calibrate_device.py"
+                    "docs/PLANNER.md, and your own device files"
                 )
         values = load_yaml(path, "--device ") if card is None else _values_of_card(card)
         if isinstance(values, dict):

@@ -37,8 +37,8 @@ def estimate_memory(
         num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is for all of them. None is the
             world size of this process.
         device: the name of a file in ``d2_memfit/planner/device/devices`` or of a card, or the path
-            of a file of ``tools/calibrate_device.py``. None is the CPU with MODEL.DEVICE cpu, else
-            this machine's GPU, else a current CUDA card.
+            of a device file. None is the CPU with MODEL.DEVICE cpu, else this machine's GPU, else a
+            current CUDA card.
         probe: run the iteration on this machine's GPU, and measure it.
         trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
         batch: images of the largest batch, see :class:`~d2_memfit.job.batches.GivenBatches`; or the
