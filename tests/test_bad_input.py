@@ -7,7 +7,6 @@ Dataset dicts that a project registers are in tests/data/test_dataset_check.py.
 import json
 import os
 import resource
-import stat
 import sys
 
 import numpy as np
@@ -381,7 +380,7 @@ def save_turned(image, file):
 IMAGES = {
     "empty": (lambda image, file: file.write_bytes(b""), "1.jpg (UnidentifiedImageError: "),
     "text": (lambda image, file: file.write_text("no image"), "1.jpg (UnidentifiedImageError: "),
-    "a folder": (lambda image, file: file.mkdir(), "1.jpg cannot be read (it is a folder)"),
+    "a folder": (lambda image, file: file.mkdir(), "1.jpg cannot be read (it is not a file)"),
     "truncated": (
         lambda image, file: [image.save(file), file.write_bytes(file.read_bytes()[:-300])],
         "1.jpg (OSError: image file is truncated",
@@ -394,11 +393,7 @@ IMAGES = {
         save_turned,
         "1.jpg has (24, 48) pixels of width and height, but its entry says",
     ),
-    "a pipe": (lambda image, file: os.mkfifo(file), "1.jpg cannot be read (it is a pipe)"),
-    "a socket": (
-        lambda image, file: os.mknod(file, stat.S_IFSOCK | 0o600),
-        "1.jpg cannot be read (it is a socket)",
-    ),
+    "a pipe": (lambda image, file: os.mkfifo(file), "1.jpg cannot be read (it is not a file)"),
     "a link to itself": (
         lambda image, file: file.symlink_to(file),
         "1.jpg cannot be read (Too many levels of symbolic links)",
@@ -521,7 +516,7 @@ OPTIONS = {
     "MODEL.WEIGHTS http://127.0.0.1:9/w.pkl": "the weights http://127.0.0.1:9/w.pkl cannot be down",
     "MODEL.WEIGHTS no://such/w.pkl": "the weights no://such/w.pkl cannot be downloaded",
     "OUTPUT_DIR {folder}/text.txt": "{folder}/text.txt is not a folder that you may write to",
-    "MODEL.WEIGHTS {folder}": "the checkpoint {folder} cannot be read (it is a folder)",
+    "MODEL.WEIGHTS {folder}": "the checkpoint {folder} cannot be read (it is not a file)",
     "OUTPUT_DIR {folder}/text.txt/a": "cannot be written: {folder}/text.txt is not a folder that",
     "OUTPUT_DIR /dev/null/a": "/dev/null/a/config.yaml cannot be written: /dev/null is not",
     "OUTPUT_DIR ''": "OUTPUT_DIR is empty: name a folder",
@@ -536,8 +531,6 @@ OPTIONS = {
     "--config-file {folder}/itself.yaml": "itself.yaml: its _BASE_ leads back to itself, or too fa",
     "--config-file {folder}/no_base.yaml": "no_base.yaml: its _BASE_ {folder}/no_such.yaml cannot ",
     "--config-file {folder}/tower.yaml": "tower.yaml: only arithmetic is computed in a config, not",
-    "--config-file {folder}/range.yaml": "(it takes more than 100,000 steps)",
-    "--config-file {folder}/loop.yaml": "(it takes more than 100,000 steps)",
     "--config-file {folder}/zero.yaml": "(float division by zero)",
     "--config-file {folder}/half.yaml": "only arithmetic is computed in a config, not '1 if'",
     "--config-file {folder}/list.yaml": "only arithmetic is computed in a config, not '[0] * 10**9",
@@ -575,8 +568,6 @@ FILES = {
 }
 ARITHMETIC = {
     "tower.yaml": "2**2**2**2**2**2",
-    "range.yaml": "range(10**10)",
-    "loop.yaml": "[[x for x in range(999)] for y in range(999)]",
     "zero.yaml": "1/0",
     "half.yaml": "1 if",
     "list.yaml": "[0] * 10**9",

@@ -7,8 +7,7 @@ Some of Detectron2's own configs (all of RetinaNet's) have values such as
 
 Detectron2 therefore loads them with ``yaml.unsafe_load``, which runs any Python in the file. Here
 such a value may only contain numbers, arithmetic, lists, list comprehensions, ``range`` and ``int``
-(which MaskFormer's configs and configs derived from them call). The number of steps is limited, and
-no number is larger than a float can be.
+(which MaskFormer's configs and configs derived from them call).
 """
 
 import ast
@@ -27,7 +26,6 @@ from ..common.reading import SafeLoader, checked
 __all__ = ["arithmetic_in_yaml"]
 
 _TAG = "tag:yaml.org,2002:python/object/apply:eval"
-_MOST_STEPS = 100_000
 _OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -41,10 +39,7 @@ _OPERATORS = {
 
 @contextmanager
 def arithmetic_in_yaml() -> Iterator[None]:
-    """While open, ``yaml.safe_load`` computes such values. Anything else is still an error.
-
-    Configs are not trusted: they are read with :mod:`~d2_memfit.common.reading`.
-    """
+    """While open, ``yaml.safe_load`` computes such values. Anything else is still an error."""
     opened: list[str] = []
 
     def open_checked(open_cfg: Callable[[str], Any], file: str) -> Any:
@@ -65,7 +60,7 @@ class _Loader(SafeLoader):
 def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
     (text,) = loader.construct_sequence(node)
     try:
-        return _value(ast.parse(text, mode="eval").body, {}, iter(range(_MOST_STEPS)))
+        return _value(ast.parse(text, mode="eval").body, {})
     except Exception as e:
         raise yaml.constructor.ConstructorError(
             problem=f"only arithmetic is computed in a config, not {text[:100]!r} ({e})",
@@ -76,14 +71,12 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 _Loader.add_constructor(_TAG, _construct)
 
 
-def _value(node: ast.expr, names: Mapping[str, Any], steps: Iterator[int]) -> Any:
+def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The value of an expression; ``names`` are the variables of the loops around it."""
 
     def values(nodes: list[ast.expr]) -> list[Any]:
-        return [_value(n, names, steps) for n in nodes]
+        return [_value(n, names) for n in nodes]
 
-    if next(steps, None) is None:
-        raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return node.value
     if isinstance(node, ast.Name) and node.id in names:
@@ -99,14 +92,10 @@ def _value(node: ast.expr, names: Mapping[str, Any], steps: Iterator[int]) -> An
     if isinstance(node, ast.ListComp) and len(node.generators) == 1:
         loop = node.generators[0]
         if isinstance(loop.target, ast.Name) and not loop.ifs:
-            name, items = loop.target.id, _value(loop.iter, names, steps)
-            return [_value(node.elt, {**names, name: item}, steps) for item in items]
+            name, items = loop.target.id, _value(loop.iter, names)
+            return [_value(node.elt, {**names, name: item}) for item in items]
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "range":
-        numbers = range(*values(node.args))
-        items = [number for number, _ in zip(numbers, steps)]
-        if len(items) == len(numbers):
-            return items
-        raise ValueError(f"it takes more than {_MOST_STEPS:,} steps")
+        return list(range(*values(node.args)))
     if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "int" and len(node.args) == 1:
         return int(*map(float, values(node.args)))
     raise ValueError(f"{ast.unparse(node)[:100]!r} is not arithmetic")
