@@ -8,14 +8,14 @@ import platform
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import psutil
 import torch
 
 from .. import __version__
 from ..common.files import whole_file
-from ..common.reading import load_fields, load_json
+from ..common.reading import Name, load_fields, load_json
 from ..common.units import MB
 from ..errors import DataError
 
@@ -66,7 +66,7 @@ class RunRecord:
     def has_budget(self) -> bool:
         return self.settings.get("MEMFIT.BUDGET_GB") is not None
 
-    def write(self, folder: Union[str, Path]) -> None:
+    def write(self, folder: Name) -> None:
         """Write memfit_peaks.json.
 
         Raises:
@@ -78,7 +78,7 @@ class RunRecord:
             file.write(f"{text}\n")
 
     @classmethod
-    def read(cls, folder: Union[str, Path]) -> "RunRecord":
+    def read(cls, folder: Name) -> "RunRecord":
         """Read memfit_peaks.json of a run.
 
         Raises:

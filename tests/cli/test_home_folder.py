@@ -31,6 +31,5 @@ def test_a_training_and_an_estimate_from_it_leave_the_home_folder_empty(coins, t
     assert "Starts from a run here on" in result.stdout
     assert (tmp_path / "output" / "memfit_peaks.json").exists()
     assert not list(home.iterdir())
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("home", "matplotlib", "output", "tiny.yaml")
-    }
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written - {"matplotlib"} == {"home", "output", "tiny.yaml"}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from detectron2.engine import HookBase
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from d2_memfit.compat import without_ddp
 
@@ -33,9 +33,10 @@ def _update(
     """Update tensors of one dtype in place."""
     if averages[0].is_floating_point():
         decay *= 1 - math.exp(-(num_updates.item() + 1) / tau)
-        torch._foreach_lerp_(averages, current, 1 - decay)
-    else:  # such as the indices of a window's positions
-        torch._foreach_copy_(averages, current)
+        get_ema_multi_avg_fn(decay)(averages, current, num_updates)
+        return
+    for average, value in zip(averages, current):  # such as the indices of a window's positions
+        average.copy_(value)
 
 
 def update_average(detector: Any) -> None:

@@ -133,8 +133,9 @@ class TransformersDetector(nn.Module):
     @property
     def best_model(self) -> nn.Module:
         """The averaged model if it was updated, otherwise the model."""
-        has_average = self.ema is not None and self.ema.n_averaged > 0
-        return self.ema.module if has_average else self.model
+        if self.ema is None or self.ema.n_averaged == 0:
+            return self.model
+        return self.ema.module
 
     def load_pretrained(self, weights: str) -> None:
         """Load weights as ``build.load_pretrained`` does, also into the average."""
