@@ -77,10 +77,11 @@ def test_at_the_time_limit_the_item_is_ended_and_measured_next_time(
         return time.monotonic() + 1000 * (len(started) > 4)
 
     code, started = processes
-    monkeypatch.setattr(measure, "time", SimpleNamespace(monotonic=now))
     file = tmp_path / "card.jsonl"
     code[ITEMS[3]] = "import time; time.sleep(600)"
-    [*measure_gpu("cuda:0", 1001, file)]
+    with monkeypatch.context() as patches:
+        patches.setattr(measure, "time", SimpleNamespace(monotonic=now))
+        [*measure_gpu("cuda:0", 1001, file)]
     assert [*records(file)] == [*ITEMS[:3]]
     code.clear()
     started.clear()
@@ -111,6 +112,7 @@ def test_a_file_has_records_of_one_card(processes, tmp_path):
         [*measure_gpu("cuda:0", 60, file)]
 
 
+@pytest.mark.long
 def test_a_batch_that_does_not_fit_is_split_and_has_the_loss_of_its_halves():
     (name,) = (item for item in ITEMS if item.endswith(", recovery"))
     with made_up_card():

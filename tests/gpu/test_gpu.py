@@ -154,6 +154,7 @@ def limited(gpu, more_bytes):
         enforce_budget(None, str(gpu))
 
 
+@torch.enable_grad()
 def load_kernels(gpu):
     """Those of cuDNN and cuBLAS, whose memory is outside the allocator."""
     x = torch.ones(1, 8, 32, 32, device=gpu, requires_grad=True)
@@ -484,7 +485,7 @@ def test_memory_outside_the_allocator_is_measured(gpu):
     assert 0 <= record["cublas_workspace_bytes"] < 2**28
 
 
-@pytest.mark.parametrize("change", ["2 images", "AMP", "6GB"])
+@pytest.mark.parametrize("change", ["2 images", pytest.param("6GB", marks=pytest.mark.long)])
 def test_the_gpu_is_measured(change, gpu):
     (name,) = (item for item in ITEMS if item.endswith(f"mask_rcnn_R_50_FPN_3x, {change}"))
     before = torch.cuda.memory_stats(gpu)["num_alloc_retries"]
@@ -492,7 +493,8 @@ def test_the_gpu_is_measured(change, gpu):
         record = measure_item(name, str(gpu), small=True)
     finally:
         enforce_budget(None, str(gpu))
-    assert record["measured_bytes"] == pytest.approx(record["estimated_bytes"], rel=0.2)
+    workspaces = 2**26  # at most, which a simulated card does not have
+    assert abs(record["estimated_bytes"] - record["measured_bytes"]) < workspaces
     assert 0 < record["measured_bytes"] < record["device_measured_bytes"]
     assert record["retries"] == before
     if change == "6GB":
