@@ -104,7 +104,7 @@ TRIES = [
         "a lighter backbone",
         "MODEL.RESNETS.DEPTH 18 MODEL.RESNETS.RES2_OUT_CHANNELS 64",
         "",
-        "[the model](SMALLER_MODELS.md#light-backbones)",
+        "[the model](../projects/SmallerModels/README.md#light-backbones)",
     ),
 ]
 WORKERS = (0, 2, 4, 8)
