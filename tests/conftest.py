@@ -24,7 +24,6 @@ _numbers = itertools.count()
 # Scripts import what lies beside them.
 for folder in (
     "projects/Coins",
-    "projects/Distillation",
     "projects/RFDETR",
     "projects/SmallerModels",
     "projects/TiledImages",

@@ -25,15 +25,7 @@ def hunks(diff: str) -> list[tuple[str, str]]:
 
 
 def apply_diff(diff: str, text: str) -> str:
-    return _replace(hunks(diff), text)
-
-
-def undo_diff(diff: str, text: str) -> str:
-    return _replace([(after, before) for before, after in hunks(diff)], text)
-
-
-def _replace(pairs: list[tuple[str, str]], text: str) -> str:
-    for old, new in pairs:
+    for old, new in hunks(diff):
         assert text.count(old) == 1, f"{text.count(old)} times in the file:\n{old}"
         text = text.replace(old, new)
     return text

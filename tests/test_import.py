@@ -214,10 +214,11 @@ def test_the_installed_command_plans_and_trains(installed, coins, tmp_path):
     python, _ = installed
     command = [python.parent / "d2-memfit"]
     job = [
-        *("--config-file", "COCO-Detection/faster_rcnn_R_18_FPN_3x"),
+        *("--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_3x"),
         *("--coco", "coins_wheel", coins / "train.json", coins / "train"),
     ]
     opts = ["MODEL.WEIGHTS", "", "MODEL.ROI_BOX_HEAD.FC_DIM", 64, "DATALOADER.NUM_WORKERS", 0]
+    opts += ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
     opts += ["INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MAX_SIZE_TRAIN", 96, "SOLVER.MAX_ITER", 1]
     opts += ["SOLVER.IMS_PER_BATCH", 2, "OUTPUT_DIR", tmp_path / "output"]
     run = run_process([*command, "train", "--fit", *job, *opts], env={}, cwd=tmp_path)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from ..common.patching import has_name
 from ..config import with_settings
 from ..errors import ConfigError
-from ..model_zoo import backbones  # noqa: F401  registers them
 from .lazy import LazyParts
 from .losses import LossFn
 

@@ -36,9 +36,7 @@ ESTIMATE = "estimate --config-file tiny.yaml --device cuda"
 PREDICT = "predict --config-file run/config.yaml"
 FINDS_NOTHING = "MODEL.ROI_HEADS.SCORE_THRESH_TEST 1.0 INPUT.MIN_SIZE_TEST 32"
 TRAIN = "train --config-file tiny.yaml --coco mine val.json val"
-PRUNE = "projects/SmallerModels/prune.py --config-file run/config.yaml --coco mine val.json val"
-QUANTIZE = "projects/SmallerModels/quantize.py --config-file run/config.yaml"
-COMPARE = "projects/SmallerModels/compare.py --coco mine val.json val --model a b tiny.yaml w.pth"
+PRUNE = "projects/SmallerModels/smaller.py --coco mine val.json val --before run --way prune"
 TILES = "projects/TiledImages/predict.py --config-file {tiles} --output"
 
 # A command, what is there in addition, and the message. "-> FILE" is a symbolic link, "= FILE" a
@@ -173,7 +171,6 @@ ROWS = {
         NOT_OURS.format("here/val/007.png"),
     ),
     "projects/Coins/make_dataset.py val.json": ({}, "/val.json is not a folder that you may writ"),
-    "projects/SmallerModels/make_digits.py .": ({}, NOT_OURS.format("val.json")),
     "projects/TiledImages/make_large_images.py large": (
         {"large": "/", "large/train": "/", "large/train/001.tif": MINE},
         NOT_OURS.format("large/train/001.tif"),
@@ -182,14 +179,6 @@ ROWS = {
         {"small": "/", "small/pruned.pth": MINE},
         NOT_OURS.format("small/pruned.pth"),
     ),
-    f"{PRUNE} OUTPUT_DIR hand": (
-        {"hand": "/", "hand/config.yaml": MINE},
-        NOT_OURS.format("hand/config.yaml"),
-    ),
-    f"{QUANTIZE} --output int8.pth": ({"int8.pth": MINE}, NOT_OURS.format("int8.pth")),
-    f"{QUANTIZE} --output run/model_final.pth": ({}, "is the file run/model_final.pth, which this"),
-    f"{COMPARE} --results val.json": ({}, "val.json is the file val.json, which this command rea"),
-    f"{COMPARE} --results w.pth": ({"w.pth": MINE}, "w.pth is the file w.pth, which this command"),
     f"{TILES} found.json --input val/000.png": ({"found.json": MINE}, "found.json exists, but d2"),
     f"{TILES} val/000.png --input val/000.png": ({}, "val/000.png is the file val/000.png, which"),
     f"{TILES} val.json --coco val.json val": ({}, "val.json is the file val.json, which this co"),

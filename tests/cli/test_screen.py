@@ -36,7 +36,7 @@ def runs(coins, tmp_path_factory):
     """A folder, and what the command shows: in a terminal, and into a pipe when it is resumed."""
     folder = tmp_path_factory.mktemp("screen")
     command = ["-m", "d2_memfit", "train", "--resume"]
-    command += ["--config-file", "COCO-Detection/faster_rcnn_R_18_FPN_3x"]
+    command += ["--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_3x"]
     for split in ("train", "val"):
         command += ["--coco", f"screen_{split}", coins / f"{split}.json", coins / split]
     started = {"cwd": folder, "env": {"OMP_NUM_THREADS": "1"}}
@@ -141,7 +141,7 @@ def test_a_training_with_hostile_names_is_one_like_others(coins, tmp_path):
         "d2_memfit",
         "train",
         "--config-file",
-        "COCO-Detection/faster_rcnn_R_18_FPN_3x",
+        "COCO-Detection/faster_rcnn_R_50_FPN_3x",
     ]
     command += ["--coco", "evil", tmp_path / "evil.json", tmp_path / "images"]
     options = [*SHORT[:-1], "1", "OUTPUT_DIR", tmp_path / "output"]

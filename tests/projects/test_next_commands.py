@@ -25,28 +25,6 @@ def pictures_in(folder):
     return len(list((folder / "predictions" / "pictures").glob("*.*g")))
 
 
-def test_from_digits_to_a_pruned_model_in_int8(tmp_path):
-    pytest.importorskip("sklearn")
-    pytest.importorskip("torch_pruning")
-    made = run(tmp_path, PROJECTS / "SmallerModels" / "make_digits.py", "digits")
-    no_test = ["DATASETS.TEST", "()", "OUTPUT_DIR"]
-    paste(made, tmp_path, *SHORT, *no_test, "output")
-    (tmp_path / "photographs").mkdir()
-    (tmp_path / "digits" / "val" / "000.png").rename(tmp_path / "photographs" / "000.png")
-    of_model = ["--config-file", "output/config.yaml"]
-    data = ["--coco", "digits_train", "digits/train.json", "digits/train"]
-    small = tmp_path / "here"
-    small.symlink_to(PROJECTS / "SmallerModels")
-    pruned = run(tmp_path, "here/prune.py", *of_model, *data, *no_test, "output/pruned")
-    paste(pruned, tmp_path, FOLDER="photographs")
-    assert pictures_in(tmp_path) == 1
-    of_pruned = ["--trainer", "prune:Trainer", "--config-file", "output/pruned/config.yaml"]
-    for model in (of_model, of_pruned):
-        options = ["--images", 2, "--output", "int8.pth"]
-        int8 = run(tmp_path, "here/quantize.py", *model, *data, *options)
-        paste(int8, tmp_path, FOLDER="photographs")
-
-
 def test_from_coins_to_a_lazy_config(tmp_path):
     made = run(tmp_path, PROJECTS / "Coins" / "make_dataset.py", "output/coins/dataset")
     paste(made, tmp_path, *SHORT, "OUTPUT_DIR", "trained")

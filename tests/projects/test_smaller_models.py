@@ -1,40 +1,38 @@
 # Copyright (c) the d2_memfit developers.
-"""Small digits, int8 and pruned models of projects/SmallerModels."""
+"""Light backbones, and pruned, int8 and distilled models of projects/SmallerModels."""
 
-import copy
-import importlib.util
-import json
-import sys
-
-import prune
+import backbones
 import pytest
-import quantize
+import smaller
 import torch
-from compare import megabytes
-from make_digits import make_digits
-from tiny import images, tiny_cfg, tiny_model
+from detectron2.modeling import build_model
+from forks import run_forked
+from tiny import (
+    ROOT,
+    every_anchor_counts,
+    images,
+    parameters,
+    relative_difference,
+    tiny_cfg,
+    tiny_model,
+)
+from torchvision import models
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine.resuming import MemfitCheckpointer
-from d2_memfit.errors import ConfigError
+from d2_memfit.config import load_cfg
+from d2_memfit.inference import load_whole_model
+from d2_memfit.job import Job, WorstCase
+from d2_memfit.planner.estimates import steps
+
+pytestmark = pytest.mark.slow
+
+PROJECT = ROOT / "projects" / "SmallerModels"
 
 
-def without_labels(batch):
-    return [{k: v for k, v in image.items() if k != "instances"} for image in batch]
-
-
-BATCH = without_labels(images(2))
-
-
-def cfg_with_batch_norm(family="mask_rcnn"):
+def cfg_with_batch_norm(family="faster_rcnn"):
     cfg = tiny_cfg(family)
     cfg.MODEL.RESNETS.NORM = cfg.MODEL.FPN.NORM = "BN"
     return cfg
-
-
-def found(model):
-    with torch.inference_mode():
-        return [output["instances"] for output in model.eval()(BATCH)]
 
 
 def save(model, file):
@@ -42,145 +40,158 @@ def save(model, file):
     return str(file)
 
 
-def load(model, file):
-    checkpointer = MemfitCheckpointer(model)
-    checkpointer.check(file, resume=False)
-    checkpointer.load(file)
+@pytest.mark.parametrize("name", backbones._LIGHT)
+def test_a_light_backbone_has_the_features_of_its_classifier(name):
+    classifier = getattr(models, name)().eval()
+    backbone = backbones.LightBackbone(name, "BN", 0).eval()
+    assert not backbone.body.load_state_dict(classifier.state_dict(), strict=False).missing_keys
+    layers, last, channels = backbones._LIGHT[name]
+    x = torch.rand(1, 3, 64, 96)
+    features = backbone(x)
+    for number, layer in enumerate(layers[: last[-1] + 1]):
+        x = classifier.get_submodule(layer)(x)
+        if number in last:
+            stage = last.index(number)
+            assert torch.equal(features[f"res{stage + 2}"], x)
+            assert x.shape[1:] == (channels[stage], 16 >> stage, 24 >> stage)
+    frozen = backbones.LightBackbone(name, "FrozenBN", 3)(torch.rand(1, 3, 64, 64))
+    assert [feature.requires_grad for feature in frozen.values()] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("file", (PROJECT / "configs").glob("*_3x*.yaml"), ids=lambda f: f.stem)
+def test_a_preset_keeps_the_recipe(file):
+    cfg = load_cfg(str(file))
+    assert cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS == 16
+    if cfg.MEMFIT.PRESET:
+        recipe = load_cfg(str(file).replace(f"_{cfg.MEMFIT.PRESET}", ""))
+        assert (cfg.MODEL, cfg.INPUT, cfg.SOLVER) == (recipe.MODEL, recipe.INPUT, recipe.SOLVER)
+
+
+def test_a_pruned_model_is_smaller_trains_and_is_loaded_again(tmp_path):
+    cfg = cfg_with_batch_norm()
+    model = tiny_model(cfg)
+    before = sum(p.numel() for p in model.backbone.parameters())
+    smaller.prune(model.backbone, 0.5)
+    assert sum(p.numel() for p in model.backbone.parameters()) < 0.4 * before
+    cfg.MODEL.WEIGHTS = save(model, tmp_path / "pruned.pth")
+    loaded = smaller.SmallerTrainer.build_model(cfg)
+    load_whole_model(loaded, cfg.MODEL.WEIGHTS)
+    optimizer = torch.optim.SGD(loaded.parameters(), lr=0.01)
+    AccumulatingTrainer(loaded, [images(2), images(2, first=2)], optimizer, 2).train(0, 1)
+    again = smaller.SmallerTrainer.build_model(cfg)
+    load_whole_model(again, save(loaded, tmp_path / "trained.pth"))
+    x = torch.rand(1, 3, 64, 64)
+    features = [m.eval().backbone(x)["p3"] for m in (model, loaded, again)]
+    assert not torch.equal(features[0], features[1])
+    assert torch.equal(features[1], features[2])
+
+
+@torch.no_grad()
+def test_an_int8_model_has_the_features_of_the_model(tmp_path):
+    pytest.importorskip("onnxruntime")
+    cfg = cfg_with_batch_norm("retinanet")
+    model = tiny_model(cfg).eval()
+    batches = [[{"image": image["image"]}] for image in images(2)]
+    x = model.preprocess_image(batches[0]).tensor
+    features = model.backbone(x)
+    smaller.quantize(cfg, model, batches, tmp_path / "int8")
+    cfg = load_cfg(str(tmp_path / "int8" / "config.yaml"), (), [smaller.add_distillation_config])
+    int8 = smaller.SmallerTrainer.build_model(cfg).eval()
+    load_whole_model(int8, str(tmp_path / "int8" / "model_final.pth"))
+    for level, rounded in int8.backbone(x).items():
+        assert (rounded - features[level]).norm() < 0.15 * features[level].norm(), level
+    backbone = sum(4 * p.numel() for p in model.backbone.parameters())
+    assert (tmp_path / "int8" / "backbone.onnx").stat().st_size < 0.6 * backbone
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    """A student's config, and a teacher's files."""
+    teacher = tiny_cfg("faster_rcnn")
+    teacher.MODEL.RESNETS.RES2_OUT_CHANNELS = 64
+    (tmp_path / "teacher.yaml").write_text(teacher.dump())
+    cfg = tiny_cfg("faster_rcnn")
+    smaller.add_distillation_config(cfg)
+    cfg.DISTILLATION.TEACHER_CONFIG = str(tmp_path / "teacher.yaml")
+    cfg.DISTILLATION.TEACHER_WEIGHTS = save(tiny_model(teacher, seed=1), tmp_path / "teacher.pth")
+    return cfg
+
+
+def student_of(cfg):
+    torch.manual_seed(0)
+    model = smaller.DistillingTrainer.build_model(cfg)
+    load_whole_model(model.teacher, cfg.DISTILLATION.TEACHER_WEIGHTS)
     return model
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", ["FrozenBN", "BN"])
-@pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
-def test_an_int8_model_finds_what_the_model_finds(family, norm):
-    cfg = tiny_cfg(family)
-    cfg.MODEL.RESNETS.NORM = norm
-    model = tiny_model(cfg).eval()
-    features = model.backbone(images_of(model))
-    int8 = quantize.to_int8(copy.deepcopy(model), lambda prepared: prepared(BATCH))
-    for level, rounded in int8.backbone(images_of(model)).items():
-        assert (rounded - features[level]).norm() < 0.15 * features[level].norm(), level
-    assert megabytes(int8) < 0.7 * megabytes(model)
-    for expected, actual in zip(found(model), found(int8)):
-        best = expected[:1], actual[:1]
-        assert best[1].scores.tolist() == pytest.approx(best[0].scores.tolist(), abs=0.02)
+def train(model, cut, iterations=1, lr=1.0):
+    """The distillation loss of each iteration of eight images, in micro-batches."""
+    batch, losses = images(8), []
+
+    def loss_fn(model, batch):
+        loss = model(batch)["loss_distillation"]
+        losses.append(loss.item())
+        return {"loss_distillation": loss}
+
+    loader = [batch[i : i + cut] for i in range(0, 8, cut)] * iterations
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    AccumulatingTrainer(model, loader, optimizer, 8 // cut, loss_fn=loss_fn).train(0, iterations)
+    return losses
 
 
-def images_of(model):
-    return model.preprocess_image(BATCH).tensor
+def test_accumulated_gradients_of_distillation_are_those_of_the_full_batch(cfg):
+    changes = []
+    for cut in (8, 2):
+        model = student_of(every_anchor_counts(cfg))
+        before = parameters(model)
+        train(model, cut)
+        changes.append({name: before[name] - p for name, p in parameters(model).items()})
+    assert any(change.abs().max() > 0 for change in changes[0].values())
+    assert relative_difference(changes[1], changes[0]) < 1e-5
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backbone", ["resnet", "shufflenet_v2_x0_5"])
-def test_int8_weights_are_loaded_by_the_trainer_that_predict_takes(backbone, tmp_path):
-    cfg = tiny_cfg("mask_rcnn")
-    cfg.MODEL.BACKBONE.NAME = f"build_{backbone}_fpn_backbone"
-    int8 = quantize.to_int8(tiny_model(cfg), lambda prepared: prepared(BATCH))
-    loaded = load(quantize.Trainer.build_model(cfg), save(int8, tmp_path / "int8.pth"))
-    for expected, actual in zip(found(int8), found(loaded)):
-        assert torch.equal(expected.pred_boxes.tensor, actual.pred_boxes.tensor)
-        assert torch.equal(expected.scores, actual.scores)
+def test_a_student_comes_closer_to_its_teacher(cfg):
+    losses = train(student_of(cfg), 8, iterations=6, lr=0.01)
+    assert losses[-1] < 0.9 * losses[0]
 
 
-@pytest.mark.slow
-def test_int8_heads_take_images_without_proposals():
-    int8 = quantize.to_int8(tiny_model(tiny_cfg("mask_rcnn")), lambda prepared: prepared(BATCH))
-    with torch.inference_mode():
-        assert int8.roi_heads.box_head(torch.zeros(0, 16, 7, 7)).shape == (0, 32)
-        assert int8.roi_heads.mask_head.layers(torch.zeros(0, 16, 14, 14)).shape[0] == 0
+def test_checkpoints_have_the_student_alone(cfg):
+    model = student_of(cfg)
+    plain = build_model(tiny_cfg("faster_rcnn"))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert not any(p.requires_grad for p in model.teacher.parameters())
 
 
-def test_int8_is_for_the_cpu():
-    with pytest.raises(ConfigError, match=r"MODEL.DEVICE cpu, got 'cuda'"):
-        quantize.Trainer.build_model(tiny_cfg(device="cuda"))
+def test_a_dry_run_has_the_memory_of_the_teacher_and_of_a_computed_step(cfg, computing):
+    def peak(cfg, trainer=None):
+        job = Job.from_any(cfg, trainer, batch=WorstCase((64, 64), 3))
+        return sum(steps.train(job, [job.training_batch(2)]).peak().values())
+
+    plain, dry = peak(tiny_cfg("faster_rcnn")), peak(cfg, smaller.DistillingTrainer)
+    teacher = sum(p.numel() * p.element_size() for p in student_of(cfg).teacher.parameters())
+    assert dry > plain + teacher
+    computing()
+    assert dry == pytest.approx(peak(cfg, smaller.DistillingTrainer), rel=0.001)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["faster_rcnn", pytest.param("retinanet", marks=pytest.mark.long)]
-)
-def test_a_pruned_model_is_smaller_trains_and_is_loaded_again(family, tmp_path):
-    pytest.importorskip("torch_pruning")
-    cfg = cfg_with_batch_norm(family)
-    model = tiny_model(cfg)
-    before = sum(p.numel() for p in model.parameters())
-    shapes = {level: f.shape for level, f in model.eval().backbone(images_of(model)).items()}
-    prune.prune(model, 0.5)
-    assert sum(p.numel() for p in model.parameters()) < 0.6 * before
-    assert shapes == {level: f.shape for level, f in model.backbone(images_of(model)).items()}
+@pytest.mark.long
+def test_each_way_compares_its_run_with_the_run_before(coins, tmp_path):
+    pytest.importorskip("onnxruntime")
+    data = ["--coco", "coins_train", coins / "train.json", coins / "train"]
+    data += ["--coco", "coins_val", coins / "val.json", coins / "val"]
+    short = ["SOLVER.MAX_ITER", 1, "SOLVER.STEPS", "()", "DATALOADER.NUM_WORKERS", 0]
+    short += ["INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", 64]
+    config = PROJECT / "configs" / "faster_rcnn_R_18_FPN_coins.yaml"
 
-    cfg.MODEL.WEIGHTS = save(model, tmp_path / "pruned.pth")
-    loaded = load(prune.Trainer.build_model(cfg), cfg.MODEL.WEIGHTS)
-    assert {n: p.shape for n, p in loaded.named_parameters()} == {
-        n: p.shape for n, p in model.named_parameters()
-    }
-    for expected, actual in zip(found(model), found(loaded)):
-        assert torch.equal(expected.scores, actual.scores)
+    def run(script, *options):
+        result = run_forked(PROJECT / script, *options, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr[-4000:]
+        return result.stdout
 
-    optimizer = torch.optim.SGD(loaded.parameters(), lr=0.01)
-    trainer = AccumulatingTrainer(loaded.train(), [images(2), images(2, first=2)], optimizer, 2)
-    trainer.train(0, 1)
-    again = load(prune.Trainer.build_model(cfg), save(loaded, tmp_path / "trained.pth"))
-    for expected, actual in zip(found(loaded), found(again)):
-        assert torch.equal(expected.scores, actual.scores)
-    int8 = quantize.to_int8(again, lambda prepared: prepared(BATCH))
-    file = save(int8, tmp_path / "int8.pth")
-    load(quantize.PrunedTrainer.build_model(cfg), file)
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch_pruning") is not None, reason="torch-pruning is here"
-)
-def test_without_torch_pruning_the_error_names_the_command():
-    with pytest.raises(ConfigError, match=r"pip install torch-pruning"):
-        prune.prune(tiny_model(cfg_with_batch_norm()), 0.5)
-
-
-def test_what_cannot_be_pruned_is_said_in_one_line():
-    pytest.importorskip("torch_pruning")
-    with pytest.raises(ConfigError, match=r"--ratio must be between 0 and 1, got 1.5"):
-        prune.prune(tiny_model(cfg_with_batch_norm()), 1.5)
-    with pytest.raises(ConfigError, match=r"needs batch norm, got FrozenBatchNorm2d"):
-        prune.prune(tiny_model(tiny_cfg()), 0.5)
-
-
-def test_a_dataset_that_is_not_there_is_said_before_the_model_is_pruned(
-    tmp_path, monkeypatch, capsys
-):
-    cfg = cfg_with_batch_norm()
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (), ("nowhere_val",)
-    config, weights = tmp_path / "config.yaml", tmp_path / "trained.pth"
-    config.write_text(cfg.dump())
-    weights.touch()
-    args = ["--config-file", str(config), "--weights", str(weights), "--eval-only"]
-    monkeypatch.setattr(sys, "argv", ["prune.py", *args, "OUTPUT_DIR", str(tmp_path / "pruned")])
-    with pytest.raises(SystemExit):
-        prune.main()
-    assert "DATASETS.TEST names 'nowhere_val'" in capsys.readouterr().err
-    assert not (tmp_path / "pruned").exists()
-
-
-def test_pruned_weights_must_be_named():
-    with pytest.raises(ConfigError, match=r"MODEL.WEIGHTS must name the pruned weights"):
-        prune.Trainer.build_model(tiny_cfg())
-
-
-@pytest.mark.slow
-def test_digits_are_the_same_each_time(tmp_path):
-    pytest.importorskip("sklearn")
-    for folder in ("first", "second"):
-        make_digits(tmp_path / folder)
-    files = [sorted(p for p in (tmp_path / f).rglob("[!.]*.*")) for f in ("first", "second")]
-    assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
-    coco = json.loads((tmp_path / "first" / "val.json").read_text())
-    assert {a["category_id"] for a in coco["annotations"]} == set(range(1, 11))
-    for annotation in coco["annotations"]:
-        x, y, width, height = annotation["bbox"]
-        assert 0 <= x <= x + width <= 224
-        assert 0 <= y <= y + height <= 160
-
-
-@pytest.mark.skipif(importlib.util.find_spec("sklearn") is not None, reason="scikit-learn is here")
-def test_without_scikit_learn_the_error_names_the_command(tmp_path):
-    with pytest.raises(SystemExit, match=r"pip install scikit-learn"):
-        make_digits(tmp_path)
+    run("backbones.py", "--config-file", config, *data, *short, "OUTPUT_DIR", "before")
+    teacher = ["DISTILLATION.TEACHER_CONFIG", "before/config.yaml"]
+    teacher += ["DISTILLATION.TEACHER_WEIGHTS", "before/model_final.pth"]
+    for way, opts in {"prune": short, "quantize": [], "distill": [*short, *teacher]}.items():
+        command = ["--way", way, "--before", "before", *data, "OUTPUT_DIR", way, *opts]
+        rows = run("smaller.py", *command).splitlines()[-2:]
+        assert [row.split()[1] for row in rows] == ["before", way]

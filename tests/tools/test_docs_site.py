@@ -25,9 +25,9 @@ def rewritten(text, page):
         ("RECOVERY.md", "![drawn](crowded.png)", "![drawn](crowded.png)"),
         ("PLANNER.md", "[elsewhere](https://pytorch.org)", "[elsewhere](https://pytorch.org)"),
         ("PLANNER.md", "[lost](nowhere.md)", "[lost](nowhere.md)"),
-        ("projects/PointRend.md", "[x](../../docs/PLANNER.md#drawn)", "[x](../PLANNER.md#drawn)"),
-        ("projects/PointRend.md", "[Coins](../Coins/README.md)", "[Coins](Coins.md)"),
-        ("projects/PointRend.md", "[coins.py](coins.py)", "`projects/PointRend/coins.py`"),
+        ("projects/Torchvision.md", "[x](../../docs/PLANNER.md#drawn)", "[x](../PLANNER.md#drawn)"),
+        ("projects/Torchvision.md", "[Coins](../Coins/README.md)", "[Coins](Coins.md)"),
+        ("projects/Torchvision.md", "[plan.py](plan.py)", "`projects/Torchvision/plan.py`"),
         ("CHANGELOG.md", "[plans](docs/PLANNER.md)", "[plans](PLANNER.md)"),
     ],
 )

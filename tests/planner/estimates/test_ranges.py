@@ -135,7 +135,8 @@ def test_no_batch_of_retinanet_needs_more_than_the_most_crowded_one(chunk_size):
 
     The allocator's blocks may differ by some hundred kilobytes.
     """
-    cfg = load_cfg("COCO-Detection/retinanet_R_18_FPN_3x")
+    small = ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
+    cfg = load_cfg("COCO-Detection/retinanet_R_50_FPN_3x", small)
     cfg.SOLVER.IMS_PER_BATCH = 1
     cfg.MEMFIT.MATCHING.CHUNK_SIZE = chunk_size
     dry_job = DryJob(Job.from_cfg(cfg, 1, image_size=(480, 640)), CUDA, evaluates=False)
