@@ -7,7 +7,7 @@ import shutil
 import cv2
 import numpy as np
 import pytest
-from benchmarks.crowds import images, report
+from benchmarks.crowds import images
 from forks import run_forked
 from PIL import Image
 from tiny import ROOT
@@ -51,19 +51,6 @@ def test_crowds_have_the_asked_number_of_objects_and_none_hides_another(is_coco,
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_a_step_is_measured_on_both_sides(tmp_path):
-    pytest.importorskip("transformers")
-    model = "Mask2Former (transformers)"
-    arguments = ["--only", "step", "--models", model, "--size", 64, "--objects", 4, 30]
-    few, many = crowds(tmp_path, *arguments, "--chunk-size", 5, "--rounds", 1)
-    assert many["technique"]["peak_bytes"] < many["plain"]["peak_bytes"]
-    assert few["difference"] < 1e-5
-    assert many["difference"] < 1e-5
-    assert f"| {model} | d2_memfit |" in (tmp_path / "TECHNIQUES.md").read_text()
-
-
-@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_training_under_a_limit_is_compared_with_enough_memory(tmp_path):
     arguments = ["--only", "training", "--models", "Mask R-CNN R50-FPN", "--size", 64]
@@ -72,26 +59,3 @@ def test_training_under_a_limit_is_compared_with_enough_memory(tmp_path):
     assert all(line["iterations"] == 2 for line in lines)
     assert all(line["difference"] < 1e-3 for line in lines)
     assert "| Mask R-CNN R50-FPN | d2_memfit |" in (tmp_path / "RECOVERY.md").read_text()
-
-
-def line(label, objects, plain, technique, difference=1e-7):
-    """Peaks of both sides in MiB; None does not fit."""
-    sides = {"plain": plain, "technique": technique}
-    figures = {
-        name: {"peak_bytes": size and size * 2**20, "seconds": size and 2.0}
-        for name, size in sides.items()
-    }
-    about = {"part": "step", "model": "M", "machine": "CPU", "label": label, "objects": objects}
-    return {**about, **figures, "difference": difference}
-
-
-def test_the_table_has_a_row_for_each_version_and_says_what_does_not_fit():
-    lines = [
-        *(line("old", 20, 100, 50), line("old", 2000, None, 80, None)),
-        *(line("new", 20, 100, 40), line("new", 2000, None, 40, None)),
-    ]
-    rows = [x.split(" | ")[1:] for x in report.table_of_steps(lines).splitlines()[4:]]
-    assert [row[0] for row in rows] == ["plain", "old", "new"]
-    assert rows[0][1:3] == ["100 MiB, 2.00 s", "does not fit"]
-    assert rows[1][1:4] == ["50 MiB, 1.00 x", "80 MiB, 2.00 s", "15"]
-    assert rows[2][1:4] == ["40 MiB, 1.00 x", "40 MiB, 2.00 s", "0"]
