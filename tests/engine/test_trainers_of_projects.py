@@ -228,7 +228,7 @@ def test_metrics_that_shall_be_written_meanwhile_are_refused(monkeypatch):
 
     monkeypatch.setattr(SimpleTrainer, "__init__", init_of_main)
     refused = pytest.raises(ConfigError, match="async_write_metrics=True cannot be used")
-    with project_parts({}, {}), refused:
+    with project_parts({}), refused:
         SimpleTrainer(None, [], None, async_write_metrics=True)
 
 
