@@ -539,7 +539,7 @@ OPTIONS = {
     "--config-file {folder}/binary.yaml": "binary.yaml: ",
     "--config-file {folder}/key.yaml": "key.yaml: there is no config key NO_SUCH_KEY",
     "--coco other no/such.json no": "dataset other: no/such.json cannot be read (No such",
-    "--coco other {folder} no": "dataset other: {folder} cannot be read (it is a fold",
+    "--coco other {folder} no": "dataset other: {folder} cannot be read (it is not a f",
     "--coco bad {file} {folder}": "--coco 'bad' is given twice or not printable: use another",
 }
 
