@@ -20,14 +20,11 @@ from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.cli.train import run_script
 from d2_memfit.errors import ConfigError
 
+_MOBILENET = [f"features.{i}" for i in range(16)]
 _SHUFFLENET = ["conv1", "maxpool", "stage2", "stage3", "stage4"]
 # The layers, and the last ones of "res2" to "res5" with their channels.
 _LIGHT = {
-    "mobilenet_v3_large": (
-        [f"features.{i}" for i in range(16)],
-        (3, 6, 12, 15),
-        (24, 40, 112, 160),
-    ),
+    "mobilenet_v3_large": (_MOBILENET, (3, 6, 12, 15), (24, 40, 112, 160)),
     "shufflenet_v2_x1_0": (_SHUFFLENET, (1, 2, 3, 4), (24, 116, 232, 464)),
 }
 

@@ -2,11 +2,11 @@
 # Copyright (c) the d2_memfit developers.
 """Prune, quantize or distill, and compare the result with the run before.
 
-    python projects/SmallerModels/smaller.py --way WAY --before output/before \
+    python projects/SmallerModels/smaller.py --way WAY --config-file output/before/config.yaml \
         --coco my_train train.json images/ --coco my_val val.json images/ \
         OUTPUT_DIR output/after [KEY VALUE ...]
 
-output/before is the OUTPUT_DIR of a run. Its config is used unless --config-file names one.
+output/before is the OUTPUT_DIR of the run before, which used the same names of datasets.
 
 - prune: torch-pruning's DepGraph (Fang et al., arXiv:2301.12900) removes the channels with the
   smallest weights from the run's model. What is left is trained.
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from backbones import Trainer
 from detectron2.config import CfgNode
 from detectron2.layers import Conv2d, FrozenBatchNorm2d
+from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
@@ -234,22 +235,21 @@ def load_run(trainer: type[Trainer], folder: Path) -> tuple[CfgNode, Any]:
 
 def row(trainer: type[Trainer], folder: Path) -> str:
     """Measure the model of a run."""
+    seed_all_rng(0)  # for the same batch in training
     cfg, model = load_run(trainer, folder)
     in_int8 = [file.stat().st_size for file in folder.glob("*.onnx")]
-    state = model.state_dict()
-    size = sum(t.numel() * t.element_size() for t in state.values()) + sum(in_int8)
+    size = sum(t.numel() * t.element_size() for t in model.state_dict().values()) + sum(in_int8)
     images = list(trainer.build_test_loader(cfg, cfg.DATASETS.TEST[0]))
     began = time.process_time()
     with torch.inference_mode():
-        for image in images:
-            model.eval()(image)
-    seconds = (time.process_time() - began) / len(images)
+        outputs = [model.eval()(image) for image in images]
+    seconds = (time.process_time() - began) / len(outputs)
     ap = trainer.test(cfg, model)["bbox"]["AP"]
     cells = [f"{size / 2**20:.1f}", f"{1000 * seconds:.0f}", f"{ap:.1f}"]
     if not in_int8:
         with TensorMeter() as meter, EventStorage():
             sum(model.train()(next(iter(trainer.build_train_loader(cfg)))).values()).backward()
-        number = sum(p.numel() for name, p in model.named_parameters() if name in state)
+        number = sum(p.numel() for n, p in model.named_parameters() if "teacher." not in n)
         cells += [f"{number / 1e6:.2f}", f"{meter.peak_bytes / 2**20:.0f}"]
     return " | ".join([f"| {folder.name}", *cells]) + " |"
 
@@ -259,15 +259,14 @@ def main() -> None:
     parser = argument_parser()
     parser.epilog = __doc__
     parser.add_argument("--way", choices=("prune", "quantize", "distill"), required=True)
-    parser.add_argument("--before", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--ratio", type=float, default=0.5, help="share of channels to remove")
     args = parser.parse_args()
-    args.config_file = args.config_file or str(args.before / "config.yaml")
+    before = Path(args.config_file).parent
     after = Path(load_cfg(args.config_file, args.opts, [add_distillation_config]).OUTPUT_DIR)
     trainer = DistillingTrainer if args.way == "distill" else SmallerTrainer
     for dataset in args.coco:
         register_coco(*dataset)
-    cfg, model = load_run(SmallerTrainer, args.before)
+    cfg, model = load_run(SmallerTrainer, before)
     if args.way == "quantize":
         images = SmallerTrainer.build_test_loader(cfg, cfg.DATASETS.TRAIN[0])
         quantize(cfg, model, images, after)
@@ -281,7 +280,7 @@ def main() -> None:
             args.opts += ["MODEL.WEIGHTS", str(pruned)]
         run(args, trainer, [add_distillation_config])
     print("| run | MB | CPU ms an image | box AP | million parameters | MB of a training step |")
-    print(row(SmallerTrainer, args.before), row(trainer, after), sep="\n")
+    print(row(SmallerTrainer, before), row(trainer, after), sep="\n")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ ESTIMATE = "estimate --config-file tiny.yaml --device cuda"
 PREDICT = "predict --config-file run/config.yaml"
 FINDS_NOTHING = "MODEL.ROI_HEADS.SCORE_THRESH_TEST 1.0 INPUT.MIN_SIZE_TEST 32"
 TRAIN = "train --config-file tiny.yaml --coco mine val.json val"
-PRUNE = "projects/SmallerModels/smaller.py --coco mine val.json val --before run --way prune"
+PRUNE = "projects/SmallerModels/smaller.py --way prune --config-file run/config.yaml"
 TILES = "projects/TiledImages/predict.py --config-file {tiles} --output"
 
 # A command, what is there in addition, and the message. "-> FILE" is a symbolic link, "= FILE" a

@@ -192,6 +192,15 @@ def test_each_way_compares_its_run_with_the_run_before(coins, tmp_path):
     teacher = ["DISTILLATION.TEACHER_CONFIG", "before/config.yaml"]
     teacher += ["DISTILLATION.TEACHER_WEIGHTS", "before/model_final.pth"]
     for way, opts in {"prune": short, "quantize": [], "distill": [*short, *teacher]}.items():
-        command = ["--way", way, "--before", "before", *data, "OUTPUT_DIR", way, *opts]
+        command = [
+            "--way",
+            way,
+            "--config-file",
+            "before/config.yaml",
+            *data,
+            "OUTPUT_DIR",
+            way,
+            *opts,
+        ]
         rows = run("smaller.py", *command).splitlines()[-2:]
         assert [row.split()[1] for row in rows] == ["before", way]
