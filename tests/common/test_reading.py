@@ -3,13 +3,11 @@
 
 import json
 import os
-import resource
 from dataclasses import dataclass
 from typing import Any, Optional
 
 import pytest
 import torch
-from forks import run_forked
 
 from d2_memfit.common.reading import (
     check_fields,
@@ -85,16 +83,6 @@ def test_faults_of_json_are_one_line(tmp_path, content, why):
         load_json(tmp_path / "f.json", "dataset x: ")
     assert str(e.value).startswith(f"dataset x: {tmp_path}/f.json is not valid JSON (")
     assert why in str(e.value)
-
-
-@pytest.mark.slow
-def test_a_file_larger_than_the_memory_is_one_line(tmp_path):
-    file = tmp_path / "large.json"
-    with file.open("wb") as f:
-        f.truncate(64 * GB)  # without a byte on the disk
-    code = f"from d2_memfit.common.reading import load_json\nload_json({str(file)!r})"
-    run = run_forked("-c", code, limits=[(resource.RLIMIT_AS, 16 * GB)])
-    assert f"DataError: {file} is not valid JSON (it is too large)" in run.stderr
 
 
 HINTS = {
