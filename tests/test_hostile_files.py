@@ -63,8 +63,6 @@ ROWS = {
     "estimate MODEL.DEVICE tpu": UNKNOWN_DEVICE,
     "estimate --device a100 MODEL.DEVICE tpu": UNKNOWN_DEVICE,
     "estimate --device auto MODEL.DEVICE gpu": "MODEL.DEVICE 'gpu' is not a device of PyTorch",
-    "plan MODEL.DEVICE tpu": UNKNOWN_DEVICE,
-    "doctor MODEL.DEVICE tpu": UNKNOWN_DEVICE,
     "predict MODEL.DEVICE tpu": UNKNOWN_DEVICE,
     "predict MODEL.DEVICE mps": f"MODEL.DEVICE mps: {NO_SUCH_DEVICE}",
     "predict MODEL.DEVICE meta": f"MODEL.DEVICE meta: {NO_SUCH_DEVICE}",

@@ -53,7 +53,7 @@ def add_distillation_config(cfg: CfgNode) -> None:
 def channel_wise_loss(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Divergence of two features [channels, height, width]: equation 4 of the paper."""
     logs = [features.float().flatten(1).log_softmax(1) for features in (student, teacher)]
-    return F.kl_div(*logs, reduction="sum", log_target=True) / len(student)
+    return F.kl_div(logs[0], logs[1], reduction="sum", log_target=True) / len(student)
 
 
 class Distilled(nn.Module):
