@@ -15,7 +15,6 @@ output/before is the OUTPUT_DIR of the run before, which used the same names of 
   knowledge distillation (Shu et al., ICCV 2021, arXiv:2011.13256).
 """
 
-import copy
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,7 +105,8 @@ class DistillingTrainer(Trainer):
         own = ["MODEL.DEVICE", cfg.MODEL.DEVICE]
         teacher_cfg = load_cfg(cfg.DISTILLATION.TEACHER_CONFIG, own, [add_distillation_config])
         teacher: Any = Trainer.build_model(teacher_cfg).requires_grad_(False)
-        teacher._modules = {"backbone": teacher.backbone}  # without heads
+        for part in {name for name, _ in teacher.named_children()} - {"backbone"}:
+            delattr(teacher, part)
         if model.backbone.output_shape() != teacher.backbone.output_shape():
             raise ConfigError("DISTILLATION.TEACHER_CONFIG must have the student's MODEL.FPN")
         model.__class__ = type("Distilled" + type(model).__name__, (Distilled, type(model)), {})
@@ -143,9 +143,9 @@ def prune(backbone: Any, ratio: float) -> None:
     backbone.requires_grad_(True)  # torch-pruning follows gradients
     layers: list[Any] = [layer for layer in backbone.modules() if isinstance(layer, Conv2d)]
     for layer in layers:
-        convolution = copy.copy(layer)  # with the same dict of parameters
-        convolution.__class__ = nn.Conv2d
-        convolution._modules, convolution._forward_hooks = {}, layer._forward_hooks.copy()
+        shape = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
+        convolution = nn.Conv2d(layer.in_channels, layer.out_channels, *shape)
+        convolution.weight, convolution.bias = layer.weight, layer.bias
         layer.__class__, layer.convolution = _Split, convolution
     torch_pruning.pruner.BasePruner(
         backbone,
@@ -157,6 +157,8 @@ def prune(backbone: Any, ratio: float) -> None:
     ).step()
     for layer in layers:
         layer.__class__ = Conv2d
+        for name in ("weight", "bias", "in_channels", "out_channels"):
+            setattr(layer, name, getattr(layer.convolution, name))
         del layer.convolution
 
 
@@ -219,7 +221,8 @@ class SmallerTrainer(Trainer):
         def forward(x: torch.Tensor) -> dict[str, torch.Tensor]:
             return dict(zip(names, map(torch.from_numpy, session.run(None, {"x": x.numpy()}))))
 
-        model.backbone._modules.clear()
+        for part in [name for name, _ in model.backbone.named_children()]:
+            delattr(model.backbone, part)
         model.backbone.forward = forward
         return model
 

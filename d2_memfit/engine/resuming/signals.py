@@ -51,9 +51,7 @@ def is_free(number: int) -> bool:
     handler, name = signal.getsignal(number), signal.Signals(number).name
     if handler != signal.SIG_IGN:
         logger.warning(
-            "%s has a handler already, such as submitit's, which is left alone: it does not end "
-            "the run",
-            name,
+            "%s has a handler already, which is left alone: it does not end the run", name
         )
     return False
 
