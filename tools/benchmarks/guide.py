@@ -101,11 +101,7 @@ TRIES = [
     Knob("mixed precision", "SOLVER.AMP.ENABLED True", "number format"),
     Knob("smaller images", 'INPUT.MIN_SIZE_TRAIN "(640,)"', "accuracy of small objects"),
     Knob("fewer sampled boxes", "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE 256", "recipe"),
-    Knob(
-        "a lighter backbone",
-        R18,
-        "[the model](../projects/SmallerModels/README.md#light-backbones)",
-    ),
+    Knob("a lighter backbone", R18, "[the model](../projects/SmallerModels/README.md)"),
 ]
 WORKERS = (0, 2, 4, 8)
 
