@@ -120,6 +120,7 @@ def take_library_buffers() -> None:
     """
     square = np.ones((1024, 1024), np.float32)  # large enough for all of OpenBLAS's threads
     _ = square @ square
+    _ = torch.from_numpy(square) @ torch.from_numpy(square)  # MKL keeps some 10 MB
     if "scipy.linalg" in sys.modules:
         sys.modules["scipy.linalg"].blas.sgemm(1.0, square, square)
     torch.ones(torch.get_num_threads() * _PARALLEL_FROM)

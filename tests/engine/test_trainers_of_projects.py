@@ -110,7 +110,7 @@ def test_a_trainer_that_is_a_simple_trainer_accumulates(project, tmp_path):
     assert "recovery" in state
     again = Trainer(cfg)
     again.load_state_dict(state)
-    assert again.iter == trainer.iter
+    assert again.iter == 2  # the last of three
 
 
 def test_the_loss_scaler_of_a_project_is_kept(tmp_path):

@@ -156,7 +156,6 @@ def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
         in printed.err
     )
     assert "4 of 6 files were skipped" in printed.err
-    assert f"--input {photographs / '000.png'} --output model.ts" in printed.out
     assert "2 images" in printed.out
     assert {r["image_id"] for r in results_of(tmp_path / "found")} == {1, 2}
     assert pictures_in(tmp_path / "found") == ["000.png", "001.png"]
