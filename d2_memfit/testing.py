@@ -23,7 +23,8 @@ from .engine.losses import (
     sketch_of_gradients,
     without_traces,
 )
-from .engine.window import Cutter, as_given, images_of
+from .engine.retry import Cutter
+from .engine.window import as_given, images_of
 from .errors import DataError
 from .job import LossFn, losses_of
 

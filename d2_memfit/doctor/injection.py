@@ -8,7 +8,7 @@ import torch
 
 from ..compat.pytorch import TorchDispatchMode, storage_id
 from ..engine import AccumulatingTrainer
-from ..engine.rank_report import RankReport
+from ..engine.ranks import RankReport
 from ..engine.window import MicroBatch, Window
 from ..memory import storages
 

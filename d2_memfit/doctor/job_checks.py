@@ -13,10 +13,10 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
+from ..common.snapshot import Snapshot
 from ..counts import Collective, PretendedRanks, noticed_collectives
-from ..engine.attempts import recovering_inference
+from ..engine.evaluating import recovering_inference
 from ..engine.losses import counters_of, state_of
-from ..engine.state import StateCopy
 from ..errors import MemfitError
 from ..job import Job
 from ..planner.dry_run import one_line_errors
@@ -114,7 +114,7 @@ def recovers_in_evaluation(patient: Patient) -> str:
 def puts_state_back(patient: Patient) -> str:
     model = patient.model()
     before = _other_state(model)
-    at_start = StateCopy(model)
+    at_start = Snapshot(model)
     state = state_of(model)
 
     def forward() -> None:

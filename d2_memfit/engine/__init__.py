@@ -2,10 +2,9 @@
 """Training: one window of images per iteration, with recovery from out-of-memory errors."""
 
 from ..settings import NormalizerOptions, Precision, RecoveryOptions
-from .attempts import recovering_inference
 from .build import build_trainer
 from .defaults import MemfitMixin, MemfitTrainer
-from .evaluating import evaluating
+from .evaluating import evaluating, recovering_inference
 from .hooks import LeakDetector, MemoryMonitor, MemorySnapshot
 from .launch import launch, usable_device, world_size
 from .resuming import GatherStates, MemfitCheckpointer, SaveOnEnding

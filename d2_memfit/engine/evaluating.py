@@ -1,21 +1,25 @@
 # Copyright (c) the d2_memfit developers.
 """Evaluation as a config says: its budget, its recovery, and where results are made."""
 
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Optional
 
 from detectron2.config import CfgNode
 from torch import nn
 
 from .. import compat
+from ..common.snapshot import Snapshot
 from ..evaluation import unique_annotation_ids
 from ..job import checked_test_loaders
 from ..memory import enforce_budget
-from ..settings import Settings
-from ..techniques import ready_to_evaluate
-from .attempts import recovering_inference
+from ..settings import RecoveryOptions, Settings
+from ..techniques import can_have_results_on_host, ready_to_evaluate, results_on_host
+from .oom_log import RAISE, OomEvent, OomLog
+from .retry import Retries, run_all
 
-__all__ = ["evaluating"]
+__all__ = ["evaluating", "recovering_inference"]
 
 _open: list[nn.Module] = []  # models that are evaluated
 
@@ -52,3 +56,108 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
             yield cfg
         finally:
             _open.remove(model)
+
+
+@contextmanager
+def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -> Iterator[None]:
+    """While open, run a batch that does not fit again with less memory.
+
+    The first retry post-processes results on the host, the next runs one image at a time. Later
+    batches keep what worked. The model's ``forward`` is another one meanwhile; a copy of the model,
+    as in another process, has its own.
+
+    Args:
+        options: None changes nothing.
+
+    Raises:
+        OutOfMemoryError: one image alone does not fit. It also replaces the original error if
+            memory runs out elsewhere, as in an evaluator.
+    """
+    if options is None:
+        yield
+        return
+    bare = compat.without_ddp(model)
+    retries = _BatchRetries(bare, OomLog(options, bare))
+    # Detectron2's test-time augmentation has a __call__ of its own, for one image after another.
+    name = "_inference_one_image" if hasattr(model, "_inference_one_image") else "forward"
+    own = vars(model).get(name)
+    forward: Any = _Recovering(getattr(model, name), retries)
+    setattr(model, name, forward)
+    try:
+        with retries.oom_log.explained("evaluation"):
+            yield
+    finally:
+        delattr(model, name) if own is None else setattr(model, name, own)
+
+
+class _Recovering:
+    """In place of a model's forward. Pickled, it is the original."""
+
+    def __init__(self, original: Any, retries: "_BatchRetries") -> None:
+        self._original = original
+        self._retries = retries
+
+    def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(piece: tuple[Any]) -> None:
+            results.append(self._original(*piece, *args, **kwargs))
+
+        results: list[Any] = []
+        self._retries.put(batch)
+        run_all(self._retries.take, run, self._retries)
+        return results[0] if len(results) == 1 else [r for part in results for r in part]
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._original,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class _BatchRetries(Retries):
+    """How the batches of an evaluation come again. A piece is a batch, in a tuple."""
+
+    def __init__(self, model: nn.Module, oom_log: OomLog) -> None:
+        super().__init__(model)
+        self.oom_log = oom_log
+        self._is_on_host = False
+        self._is_one_by_one = False
+        self._waiting: deque[tuple[Any]] = deque()
+
+    def put(self, batch: Any) -> None:
+        """Take this batch next, cut into images if that was needed before."""
+        is_cut = self._is_one_by_one and isinstance(batch, list) and len(batch) > 1
+        self._waiting = deque(([image],) for image in batch) if is_cut else deque([(batch,)])
+
+    def take(self) -> Optional[tuple[Any]]:
+        return self._waiting.popleft() if self._waiting else None
+
+    def snapshot(self) -> Snapshot:
+        # Detectron2's test-time augmentation turns heads off, and an error leaves them so.
+        return Snapshot(self.model)
+
+    def around(self, piece: tuple[Any]) -> AbstractContextManager[Any]:
+        return results_on_host(self.model) if self._is_on_host else nullcontext()
+
+    def describe(self, error: Exception, piece: tuple[Any]) -> OomEvent:
+        return self.oom_log.event(error, "evaluation", *piece)
+
+    def react(self, failure: OomEvent, piece: tuple[Any], before: Optional[Snapshot]) -> str:
+        (batch,) = piece
+        if before is not None:
+            before.restore()
+        if not self._is_on_host and can_have_results_on_host(self.model):
+            self._is_on_host = True
+            action = "results are post-processed on the host"
+        elif isinstance(batch, list) and len(batch) > 1:
+            self._is_one_by_one = True
+            action = "the images are run one at a time"
+        else:
+            self.oom_log.log(failure, RAISE)
+            return self.oom_log.final_message(failure)
+        self.oom_log.log(failure, action)
+        if self._waiting:  # other images of a batch that is cut
+            self._waiting.appendleft(piece)
+        else:
+            self.put(batch)
+        return ""

@@ -16,17 +16,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..common.checks import check_positive_int
+from ..common.random_state import RandomState
+from ..common.snapshot import Snapshot
 from ..errors import OutOfMemoryError
 from ..job import LossFn, losses_of
+from ..memory import with_room
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
-from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
 from .losses import CommunicationError, CountReport, LossRules
-from .not_finite import likely_cause
-from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
-from .reduce import average_gradients, check_ddp, image_share
+from .not_finite import described
+from .oom_log import observed
+from .ranks import (
+    RankReport,
+    average_gradients,
+    check_ddp,
+    check_finite,
+    mean_losses,
+    write_metrics,
+)
 from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
-from .state import watched
-from .window import Cutter, MicroBatch, Window, WindowStorage, dataset_dicts
+from .retry import Cutter, Recovery, RecoveryReport, WindowRetries, run_all
+from .storage import WindowStorage
+from .window import MicroBatch, Window
 
 __all__ = ["AccumulatingTrainer"]
 
@@ -116,13 +126,8 @@ class AccumulatingTrainer(ResumableTrainer):
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
-            self.recovery = Recovery(
-                recovery,
-                bare_model,
-                self.cutter,
-                mixed_precision=precision.dtype != torch.float32,
-                may_recover=lambda: self.loss_rules.communication.may_recover,
-            )
+            is_mixed = precision.dtype != torch.float32
+            self.recovery = Recovery(recovery, bare_model, self.cutter, is_mixed)
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             check_ddp(model, recovers=recovers)
         super().__init__(model, data_loader, optimizer)
@@ -131,7 +136,6 @@ class AccumulatingTrainer(ResumableTrainer):
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
-        self._exchange = Vote(next(model.parameters()).device)
 
     def run_step(self) -> None:
         """Run one iteration, whose number the event storage has."""
@@ -159,13 +163,14 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _run(self, window: Window) -> list[RankReport]:
         """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
-        self._start(window)
+        with self._explained("start", window):
+            start = self._start()
         if self._reduces_in_backward:  # as in Detectron2
             self._run_micro_batches(window)
             reports = self._vote(window, RankReport())
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
-                reports = self._vote(window, self._attempt(window, storage))
+                reports = self._vote(window, self._attempt(window, storage, start))
             storage.write()
             self.loss_rules.end_iteration([r.counts for r in reports])
             if self.recovery is not None:
@@ -176,8 +181,8 @@ class AccumulatingTrainer(ResumableTrainer):
                 average_gradients(self.model, window, reports)
         return reports
 
-    def _start(self, window: Window) -> None:
-        """Copy what the iteration changes before its step, in case it fails before."""
+    def _start(self) -> Any:
+        """Save what the iteration changes before its step, in case it fails before."""
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
@@ -185,8 +190,14 @@ class AccumulatingTrainer(ResumableTrainer):
         self._has_old_gradients = True
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
-        with self._explained("start", window):
-            self.progress.put_back = self.run_state.undo_point(is_watched=self.recovery is not None)
+        bare, weights = compat.without_ddp(self.model), self.recovery and self.recovery.weights
+        device = next(bare.parameters()).device
+        if self._reduces_in_backward:
+            start: Any = RandomState(device)
+        else:
+            start = with_room(lambda: Snapshot(bare, weights or ()), device)
+        self.progress.put_back = self.run_state.undo_point(start.restore)
+        return start
 
     def _step(self, window: Window, reports: list[RankReport]) -> None:
         """Write the metrics, clip, and change the weights."""
@@ -200,12 +211,12 @@ class AccumulatingTrainer(ResumableTrainer):
                 self.precision.step(self.optimizer, self.iter)
                 self._end_step(reports)
 
-    def _attempt(self, window: Window, storage: WindowStorage) -> RankReport:
+    def _attempt(self, window: Window, storage: WindowStorage, start: Snapshot) -> RankReport:
         """Accumulate a window's gradients on this rank, and report how that went."""
         retries = None
         if self.recovery is not None:
-            bare, last = compat.without_ddp(self.model), self.run_state.at_start
-            retries = WindowRetries(self.recovery, bare, window, storage, last)
+            bare = compat.without_ddp(self.model)
+            retries = WindowRetries(self.recovery, bare, window, storage, start)
         try:
             with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
@@ -213,11 +224,12 @@ class AccumulatingTrainer(ResumableTrainer):
                 self.loss_rules.prepare(window, self._forward)
                 self._run_micro_batches(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
-                return RankReport(recovery=None if retries is None else retries.end())
+                if retries is None:
+                    return RankReport()
+                self.recovery.end_window(window, retries.report)
+                return RankReport(recovery=retries.report)
         except OutOfMemoryError as e:
             self.model.zero_grad(set_to_none=True)
-            if self.loss_rules.communication.known:  # the other ranks wait in a forward
-                raise
             return RankReport(error=str(e))
         except CommunicationError as e:  # its images are left out, and the report tells all ranks
             self.model.zero_grad(set_to_none=True)
@@ -243,6 +255,8 @@ class AccumulatingTrainer(ResumableTrainer):
             if storage is not None:
                 storage.next_micro_batch(micro_batch.num_images)
             loss = self._forward(micro_batch)
+            if retries is not None:
+                retries.end_forward()
             with self.loss_rules.answering(micro_batch, replays=True):
                 self._backward(loss, self._weight(micro_batch, window))
             if storage is not None and retries is None:
@@ -252,22 +266,18 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
-        with (
-            watched(self.model, self.recovery is not None),
-            observed(self.out_of_memory_observers),
-            self.precision.autocast(),
-        ):
+        with observed(self.out_of_memory_observers), self.precision.autocast():
             return self.loss_rules.run(micro_batch, partial(self._losses, self.model))
 
     def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
         return losses_of(model, batch, self.loss_fn)
 
-    def _weight(self, micro_batch: MicroBatch, window: Window) -> Union[float, torch.Tensor]:
-        if self._reduces_in_backward:  # DDP averages over ranks
-            return image_share(micro_batch.num_images, self.model)
+    def _weight(self, micro_batch: MicroBatch, window: Window) -> float:
+        if self._reduces_in_backward:
+            return 1.0
         return micro_batch.num_images / window.expected_images
 
-    def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
+    def _backward(self, loss: torch.Tensor, weight: float) -> None:
         """Add the gradients of ``weight x loss`` to the window's."""
         self._free_old_gradients()
         with observed(self.out_of_memory_observers):
@@ -285,45 +295,26 @@ class AccumulatingTrainer(ResumableTrainer):
         Raises:
             OutOfMemoryError: on every rank, if memory ran out for good on any.
         """
+        bare = compat.without_ddp(self.model)
         try:
             with self._explained("vote", window):
                 if not mine.error:
-                    mine.add(window, self._reduced_later(), self._likely_cause)
+                    mine.add(window, partial(described, bare))
                     mine.counts = self.loss_rules.report(window, mine.counts.communicates)
         except OutOfMemoryError as e:
             mine = RankReport(error=str(e))
+        if not self._reduces_in_backward and comm.get_world_size() > 1:
+            mine.has_gradient = [p.grad is not None for p in self.model.parameters()]
         mine.stop_signal = self.stop_signal
         if comm.get_world_size() > 1:  # for a checkpoint of the first rank, should this one die
             learned = None if self.recovery is None else self.cutter.state_dict()
             pack = partial(self.run_state.packed, learned)
             mine.run_state = self.run_state.ranks.put(self.iter, pack)
-        reports = self._exchange.all_gather(mine)
+        reports = comm.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
         if errors := [r.error for r in reports if r.error]:
             raise OutOfMemoryError("\n".join(errors))
         return reports
-
-    def _reduced_later(self) -> Iterable[nn.Parameter]:
-        """Parameters whose gradients ranks reduce after the backward."""
-        is_ddp = isinstance(self.model, DistributedDataParallel)
-        return self.model.parameters() if is_ddp and not self._reduces_in_backward else ()
-
-    def _likely_cause(self, micro_batch: MicroBatch) -> str:
-        model = compat.without_ddp(self.model)
-        without_labels = self.loss_rules.rules.not_finite
-        if any(
-            not micro_batch.losses[k].isfinite() for k in without_labels & {*micro_batch.losses}
-        ):
-            return (
-                f"a micro-batch without labels, for which {', '.join(sorted(without_labels))} is "
-                "not finite: sum over the labels, and divide by d2_memfit.window_count(labels)"
-            )
-        in_float32 = None
-        is_mixed = self.precision.dtype != torch.float32
-        has_images = any("image" in image for image in dataset_dicts(micro_batch.data))
-        if is_mixed and has_images and comm.get_world_size() == 1:  # a forward may communicate
-            in_float32 = partial(self._losses, model, micro_batch.batch)
-        return likely_cause(model, micro_batch.data, in_float32)
 
     def _end_step(self, reports: list[RankReport]) -> None:
         """The iteration is complete: from here on, a checkpoint may contain it."""

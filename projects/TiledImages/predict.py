@@ -26,7 +26,7 @@ from tiled_images import CorruptImageError, TiledPredictor, load_tiled_cfg, warn
 
 from d2_memfit.common.files import check_outputs
 from d2_memfit.data import check_coco_file
-from d2_memfit.engine.attempts import recovering_inference
+from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.errors import exit_on_error
 from d2_memfit.inference import CocoResultsWriter, load_whole_model, to_coco
 from d2_memfit.memory import enforce_budget, use_expandable_segments

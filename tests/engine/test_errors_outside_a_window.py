@@ -12,8 +12,9 @@ from injection import iterate
 from tiny import images
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine.attempts import Recovery, recovering_inference
-from d2_memfit.engine.state import StateCopy
+from d2_memfit.common.snapshot import Snapshot as StateCopy
+from d2_memfit.engine.evaluating import recovering_inference
+from d2_memfit.engine.retry import Recovery
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.settings import RecoveryOptions
 
@@ -106,7 +107,7 @@ def test_the_first_failure_is_on_file_when_the_restoration_fails(part, tmp_path,
     if part == "restore":
         monkeypatch.setattr(StateCopy, "restore", run_out)
     else:
-        monkeypatch.setattr("d2_memfit.engine.attempts.attempts.release_memory", run_out)
+        monkeypatch.setattr("d2_memfit.engine.retry.release_memory", run_out)
     trainer = trainer_of(tmp_path)
     trainer.model.fits = 1
     with pytest.raises(OutOfMemoryError, match="in the restoration of iteration 0"):

@@ -155,7 +155,7 @@ def test_and_on_two_ranks(two_ranks):
 
 
 def test_if_all_images_are_skipped_there_is_no_gradient(monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 1.0)
+    monkeypatch.setattr("d2_memfit.engine.retry.MAX_SKIPPED", 1.0)
     model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     recovery = RecoveryOptions(last_resort="skip")

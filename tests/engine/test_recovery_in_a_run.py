@@ -112,8 +112,8 @@ def test_a_preset_is_a_budget_of_a_projects_evaluation_too():
 FAILS_IN_ITERATIONS_1_AND_3 = """
 import os, signal, torch
 from d2_memfit.engine import AccumulatingTrainer
-from d2_memfit.engine.attempts import attempts as recovery
-from d2_memfit.engine.window import cutter
+from d2_memfit.engine import retry as recovery
+from d2_memfit.engine import retry as cutter
 
 cutter.GROW_AFTER = 1
 

@@ -172,7 +172,7 @@ def test_another_number_of_ranks_resumes_the_smallest(two_ranks):
     assert resume_on_one(state) == 1
 
 
-@patch("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 1.0)
+@patch("d2_memfit.engine.retry.MAX_SKIPPED", 1.0)
 def train_without_images_on_one_rank(rank):
     model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
     options = RecoveryOptions(last_resort="skip")

@@ -64,7 +64,7 @@ def test_errors_on_one_rank_change_nothing(shape, phase, two_ranks, straight, tm
     torch.testing.assert_close(failed, same_on_all_ranks(straight(shape)), rtol=1e-6, atol=1e-6)
 
 
-@patch("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 1.0)
+@patch("d2_memfit.engine.retry.MAX_SKIPPED", 1.0)
 def train_and_skip(rank, shape, output_dir):
     return train(rank, shape, output_dir, SKIP, "forward", 0)
 

@@ -34,7 +34,7 @@ from torch import nn
 from d2_memfit import AccumulatingTrainer, estimate_memory, plan_memory
 from d2_memfit.compat.pytorch import clear_cublas_workspaces
 from d2_memfit.config import with_settings
-from d2_memfit.engine.attempts import recovering_inference
+from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.hooks import LeakDetector, MemoryMonitor, MemorySnapshot
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase

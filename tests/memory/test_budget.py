@@ -81,7 +81,7 @@ def test_the_loaders_workers_have_the_same_budget():
         """
 import torch
 from torch.utils.data import DataLoader
-from d2_memfit.engine.window.window import Window
+from d2_memfit.engine.window import Window
 from d2_memfit.errors import HostMemoryError
 from d2_memfit.memory import enforce_budget, process_memory
 

@@ -8,7 +8,7 @@ from detectron2.utils import comm
 
 from ...counts import Collective
 from ...errors import ConfigError
-from ..window import Cutter
+from ..retry import Cutter
 
 __all__ = ["Communication", "CommunicationError", "Spared"]
 

@@ -19,9 +19,9 @@ from ...counts import PretendedRanks
 from ...errors import ConfigError, OutOfMemoryError
 from ...memory import error_line, is_out_of_memory
 from ...settings import NormalizerOptions
-from ..attempts import run_to_count
+from ..retry import Cutter, run_to_count
 from ..state import StateCopy
-from ..window import Cutter, MicroBatch, Window, count_objects, may_have_objects
+from ..window import MicroBatch, Window, count_objects, may_have_objects
 from . import sites
 from .adapters import adapt_criteria
 from .answers import Answers, Totals

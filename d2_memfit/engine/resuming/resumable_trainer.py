@@ -13,9 +13,7 @@ from torch import nn
 
 from ... import compat
 from ...common.random_state import RandomState
-from ...memory import with_room
 from ...techniques import ShardedOptimizer
-from ..state import StateCopy
 from .ending import Progress, call_after_train, saved_at_end
 from .rank_states import RankStates
 from .resumable_batches import ResumableBatches, UnknownLoader
@@ -141,7 +139,6 @@ class RunState:
         batches: iterate these in place of the loader. It is the loader itself if its order cannot
             be resumed.
         ranks: the states of all ranks.
-        at_start: the copy that the last iteration began with.
     """
 
     def __init__(self, model: nn.Module, data_loader: Iterable[Any]) -> None:
@@ -159,7 +156,6 @@ class RunState:
         self._random_state: Optional[RandomState] = None  # of this rank, until the run starts
         self._is_loaded = False
         self.ranks = RankStates()
-        self.at_start: Optional[StateCopy] = None
 
     @property
     def loads_in_this_process(self) -> bool:
@@ -170,21 +166,16 @@ class RunState:
         """Whether a worker of the loader was ended with SIGKILL."""
         return self._data is not None and self._data.has_killed_worker()
 
-    def undo_point(self, is_watched: bool) -> Callable[[], None]:
+    def undo_point(self, restore: Callable[[], None]) -> Callable[[], None]:
         """A function that undoes the changes of an iteration before its optimizer step.
 
         Args:
-            is_watched: whether forwards are watched for changes of parameters.
+            restore: undoes those of the model and of random states.
         """
-        last = self.at_start
-        at_start = with_room(
-            lambda: StateCopy(self._model, is_watched=is_watched, last=last), self._device
-        )
-        self.at_start = at_start
         undo_data = None if self._data is None else self._data.undo_point()
 
         def put_back() -> None:
-            at_start.restore()
+            restore()
             if undo_data is not None:
                 undo_data()
 

@@ -17,7 +17,7 @@ from ... import compat
 from ...common.random_state import RandomState
 from ...compat.pytorch import parameters_by_name, version_of, versions_of
 from ...techniques.support import LARGE_BYTES, MOST_BYTES, ModuleState, plain_attributes
-from ..window import WindowStorage
+from ..storage import WindowStorage
 
 __all__ = ["StateCopy", "StateWatch", "watched"]
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ... import compat
 from ...common.random_state import RandomState
+from ...common.snapshot import Snapshot
 from ...compat.pytorch import (
     TorchDispatchMode,
     schema,
@@ -23,7 +24,6 @@ from ...compat.pytorch import (
     tree_iter,
     tree_unflatten,
 )
-from .module_state import ModuleState
 from .modules import own_class
 
 __all__ = ["recompute_in_backward"]
@@ -54,7 +54,7 @@ def recompute_in_backward(
     run = partial(checkpoint, call, *tensors, use_reentrant=False, context_fn=contexts)
     if module in _changes_arguments:
         return run()
-    before = _random_state(module), ModuleState(module)
+    before = Snapshot(module)
     unchanged = _Unchanged(tensors)
     try:
         with unchanged:
@@ -68,8 +68,7 @@ def recompute_in_backward(
         own_class(module).__name__,
         unchanged.operator,
     )
-    for state in before:
-        state.restore()
+    before.restore()
     return forward(*args, **kwargs)
 
 
@@ -151,18 +150,14 @@ class _WithoutTraces:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._random = _random_state(module)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        self._random = RandomState(device)
 
     def __enter__(self) -> None:
-        self._outside = _random_state(self._module), ModuleState(self._module)
+        self._outside = Snapshot(self._module)
         self._random.restore()
         self._storage = EventStorage(compat.current_iteration()).__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._storage.__exit__(*error)
-        for state in self._outside:
-            state.restore()
-
-
-def _random_state(module: nn.Module) -> RandomState:
-    return RandomState(next((p.device for p in module.parameters()), torch.device("cpu")))
+        self._outside.restore()

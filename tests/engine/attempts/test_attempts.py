@@ -24,9 +24,9 @@ from made_up_card import made_up_card
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, get_cfg
+from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.compat.pytorch import is_in_backward
-from d2_memfit.engine.attempts import recovering_inference
-from d2_memfit.engine.state import StateCopy
+from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.errors import ConfigError, OutOfMemoryError
 from d2_memfit.memory import TensorMeter, device_memory
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions, check_settings
@@ -90,7 +90,7 @@ class CountingModel(torch.nn.Module):
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("seed", range(5))
 def test_every_image_counts_once(phase, seed, monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.window.cutter.GROW_AFTER", 1)
+    monkeypatch.setattr("d2_memfit.engine.retry.GROW_AFTER", 1)
     rng = torch.Generator().manual_seed(seed)
 
     def fails(names):
@@ -335,7 +335,7 @@ def test_an_image_that_is_skipped_leaves_the_mean_over_the_others(phase, log):
 
 
 def test_an_iteration_of_skipped_images_makes_no_step(monkeypatch, log):
-    monkeypatch.setattr("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 0.5)
+    monkeypatch.setattr("d2_memfit.engine.retry.MAX_SKIPPED", 0.5)
     model = CountingModel(2)
     trainer = FailingTrainer(
         model,
@@ -356,7 +356,7 @@ def test_too_many_skipped_images_end_the_run():
 
 
 def test_the_size_grows_back_and_is_kept_in_checkpoints(monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.window.cutter.GROW_AFTER", 2)
+    monkeypatch.setattr("d2_memfit.engine.retry.GROW_AFTER", 2)
     fails_at = {2, 4}
 
     def fails(names):
@@ -455,8 +455,8 @@ class RisingAllocator:
         self.rises = iter(rises)
         monkeypatch.setattr(torch.cuda, "memory_stats", self)
         memory = device_memory(torch.device("cpu"))
-        monkeypatch.setattr("d2_memfit.engine.attempts.oom_log.device_memory", lambda _: memory)
-        monkeypatch.setattr("d2_memfit.engine.attempts.attempts.release_memory", lambda *_, **__: 0)
+        monkeypatch.setattr("d2_memfit.engine.oom_log.device_memory", lambda _: memory)
+        monkeypatch.setattr("d2_memfit.engine.retry.release_memory", lambda *_, **__: 0)
 
     def __call__(self, device):
         self.retries += next(self.rises)
@@ -500,7 +500,7 @@ def test_a_batch_that_cannot_be_cut_is_not_halved_for_the_allocator(monkeypatch)
 
 
 def test_a_batch_of_an_unknown_kind_can_be_skipped(monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 1.0)
+    monkeypatch.setattr("d2_memfit.engine.retry.MAX_SKIPPED", 1.0)
 
     class NeverFits(CountingModel):
         def forward(self, batch):

@@ -10,8 +10,8 @@ from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit import compat
-from d2_memfit.engine.attempts import recovering_inference
-from d2_memfit.engine.state import StateCopy
+from d2_memfit.common.snapshot import Snapshot as StateCopy
+from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.settings import RecoveryOptions
@@ -166,7 +166,7 @@ def test_a_copy_of_the_state_that_does_not_fit_is_recovered_from(tmp_path, monke
                 raise torch.OutOfMemoryError("CUDA out of memory")
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr("d2_memfit.engine.attempts.inference.StateCopy", FailsOnce)
+    monkeypatch.setattr("d2_memfit.engine.evaluating.Snapshot", FailsOnce)
     model = torch.nn.Linear(2, 2)
     model.forward = lambda batch: batch
     with recovering_inference(model, RecoveryOptions(output_dir=str(tmp_path))):

@@ -10,7 +10,7 @@ from detectron2.utils.events import EventStorage
 from forks import CONTEXT, start_server
 from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit.engine.attempts.oom_log import OomLog, padded_size
+from d2_memfit.engine.oom_log import OomLog, padded_size
 from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow

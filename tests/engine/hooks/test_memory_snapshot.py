@@ -13,8 +13,8 @@ from monitored import batches, make_trainer
 from tiny import tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine.attempts import observed
 from d2_memfit.engine.hooks import MemorySnapshot
+from d2_memfit.engine.oom_log import observed
 from d2_memfit.errors import ConfigError
 from d2_memfit.settings import RecoveryOptions
 

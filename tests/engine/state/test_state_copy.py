@@ -10,7 +10,7 @@ from detectron2.utils.events import EventStorage
 from tiny import parameters, tiny_cfg, tiny_model
 
 from d2_memfit.engine.state import StateCopy, watched
-from d2_memfit.engine.window import WindowStorage
+from d2_memfit.engine.storage import WindowStorage
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import torch
 from injection import FailingTrainer, iterate
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine.attempts.oom_log import OomLog
-from d2_memfit.engine.window import Window, count_images, image_names
-from d2_memfit.engine.window.columns import as_given
+from d2_memfit.engine.oom_log import OomLog
+from d2_memfit.engine.window import Window, as_given, count_images, image_names
 from d2_memfit.errors import ConfigError
 from d2_memfit.settings import RecoveryOptions
 
@@ -161,7 +160,7 @@ def test_recovery_splits_them(phase):
 
 
 def test_recovery_skips_one_image_of_them(monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.attempts.recovery.MAX_SKIPPED", 0.5)
+    monkeypatch.setattr("d2_memfit.engine.retry.MAX_SKIPPED", 0.5)
 
     class OneNeverFits(Products):
         def forward(self, batch):

@@ -1,13 +1,14 @@
 # Copyright (c) the d2_memfit developers.
 import pytest
 
-from d2_memfit.engine.window import Cutter, MicroBatch
+from d2_memfit.engine.retry import Cutter
+from d2_memfit.engine.window import MicroBatch
 
 
 @pytest.fixture
 def cutter(monkeypatch):
     def make(configured, grow_after):
-        monkeypatch.setattr("d2_memfit.engine.window.cutter.GROW_AFTER", grow_after)
+        monkeypatch.setattr("d2_memfit.engine.retry.GROW_AFTER", grow_after)
         return Cutter(configured)
 
     return make

@@ -6,7 +6,7 @@ import pytest
 import torch
 from detectron2.utils.events import EventStorage, get_event_storage
 
-from d2_memfit.engine.window import WindowStorage
+from d2_memfit.engine.storage import WindowStorage
 
 
 @pytest.fixture

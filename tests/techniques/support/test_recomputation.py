@@ -12,7 +12,7 @@ from detectron2.structures import Instances
 from tiny import parameters, tiny_cfg
 from torch import nn
 
-from d2_memfit.engine.attempts.escalation import low_memory_step
+from d2_memfit.engine.retry import _low_memory as low_memory_step
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import apply_techniques, checkpointed, offload
 from d2_memfit.techniques.support import recompute_in_backward

@@ -15,23 +15,17 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
-from ... import compat
-from ...common.units import GB
-from ...errors import START_HERE, OutOfMemoryError
-from ...job import size_of
-from ...memory import device_memory, error_line, is_out_of_memory
-from ...settings import RecoveryOptions
-from ..window import count_images, count_objects, dataset_dicts
+from .. import compat
+from ..common.units import GB
+from ..errors import START_HERE, OutOfMemoryError
+from ..job import size_of
+from ..memory import device_memory, error_line, is_out_of_memory
+from ..settings import RecoveryOptions
+from .window import count_images, count_objects, dataset_dicts
 
 logger = logging.getLogger(__name__)
 
-__all__ = [
-    "RAISE",
-    "OomEvent",
-    "OomLog",
-    "observed",
-    "padded_size",
-]
+__all__ = ["RAISE", "OomEvent", "OomLog", "observed"]
 
 RAISE = "training stops"
 
@@ -41,8 +35,8 @@ class OomEvent:
     """One out-of-memory error. Sizes are in pixels, memory is in GB (2^30 bytes)."""
 
     iteration: int
-    # start, window, forward, backward, restoration, vote, reduction, optimizer, evaluation,
-    # allocator, or "hook " and its class
+    # start, window, forward, backward, restoration, vote, reduction, optimizer, evaluation, or
+    # "hook " and its class
     phase: str
     micro_batch: int  # images in it
     images: list[dict[str, Any]]  # file_name, image_id, height, width, num_instances of each
@@ -98,35 +92,22 @@ class OomLog:
         It holds no reference to the error, whose traceback would keep tensors alive.
         """
         memory = device_memory(next(self._model.parameters()).device)
+        images = [d for d in dataset_dicts(data) if isinstance(d.get("image"), torch.Tensor)]
         return OomEvent(
             iteration=compat.current_iteration(),
             phase=phase,
             micro_batch=count_images(data),
-            images=[_describe(image) for image in _images(data)],
-            padded_size=padded_size(data, self._model),
+            images=[_describe(image) for image in images],
+            padded_size=self._padded(size_of(images)) if images else None,
             allocated_gb=round(memory.allocated_bytes / GB, 3),
             reserved_gb=round(memory.reserved_bytes / GB, 3),
             budget_gb=self._options.budget_gb,
             error=error_line(error),
         )
 
-    def append(self, event: OomEvent, action: str) -> None:
-        """Write an event to the file, with what is done about it."""
-        event.action = action
-        if not self._options.output_dir:
-            return
-        path = os.path.join(self._options.output_dir, self.FILE_NAME)
-        line = json.dumps(asdict(event), default=_plain) + "\n"
-        try:
-            PathManager.mkdirs(self._options.output_dir)
-            with PathManager.open(path, "a") as f:
-                f.write(line)
-        except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
-            logger.warning("Cannot write %s (%s). The event was %s", path, e, line.strip())
-
     def log(self, event: OomEvent, action: str) -> None:
-        """Write an event to the file and to the log."""
-        self.append(event, action)
+        """Write an event to the file and to the log, with what is done about it."""
+        self._append(event, action)
         logger.warning("%s. Now %s", event, action)
 
     @contextmanager
@@ -156,7 +137,7 @@ class OomLog:
         if not is_out_of_memory(error) or isinstance(error, OutOfMemoryError):
             return None
         event = self.event(error, phase, data())
-        self.append(event, RAISE)
+        self._append(event, RAISE)
         return OutOfMemoryError(self.final_message(event))
 
     def final_message(self, event: OomEvent) -> str:
@@ -166,7 +147,7 @@ class OomLog:
             steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
         elif event.phase.startswith("hook "):
             steps = ["less in this hook, or on the host", "a smaller MEMFIT.MICRO_BATCH"]
-        elif event.phase in ("start", "window", "restoration", "vote", "reduction", "optimizer"):
+        elif event.phase not in ("forward", "backward"):
             steps = [
                 "a smaller MEMFIT.MICRO_BATCH",
                 "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
@@ -184,6 +165,29 @@ class OomLog:
         tries = "; ".join(f"({i}) {step}" for i, step in enumerate(steps[:3], 1))
         return f"{event}. Next things to try: {tries}. More: {START_HERE}"
 
+    def _append(self, event: OomEvent, action: str) -> None:
+        event.action = action
+        if not self._options.output_dir:
+            return
+        path = os.path.join(self._options.output_dir, self.FILE_NAME)
+        line = json.dumps(asdict(event), default=str) + "\n"
+        try:
+            PathManager.mkdirs(self._options.output_dir)
+            with PathManager.open(path, "a") as f:
+                f.write(line)
+        except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
+            logger.warning("Cannot write %s (%s). The event was %s", path, e, line.strip())
+
+    def _padded(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Height and width, in pixels, to which the model pads images of up to this size."""
+        divisors, squares = [1], [0]
+        for module in self._model.modules():
+            constraints = getattr(module, "padding_constraints", None) or {}
+            divisors.append(getattr(module, "size_divisibility", 0))
+            squares.append(constraints.get("square_size", 0))
+        square, d = max(squares), max(divisors)
+        return (square, square) if square else (-(-size[0] // d) * d, -(-size[1] // d) * d)
+
 
 @contextmanager
 def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
@@ -199,20 +203,6 @@ def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
         raise
 
 
-def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
-    """Height and width, in pixels, to which the model pads a micro-batch's images."""
-    height, width = size_of(_images(data))
-    if not height:
-        return None
-    divisors, squares = [1], [0]
-    for module in model.modules():
-        constraints = getattr(module, "padding_constraints", None) or {}
-        divisors.append(getattr(module, "size_divisibility", 0))
-        squares.append(constraints.get("square_size", 0))
-    square, d = max(squares), max(divisors)
-    return (square, square) if square else (-(-height // d) * d, -(-width // d) * d)
-
-
 def _describe(image: dict[str, Any]) -> dict[str, Any]:
     height, width = image["image"].shape[-2:]
     return {
@@ -222,13 +212,3 @@ def _describe(image: dict[str, Any]) -> dict[str, Any]:
         "width": width,
         "num_instances": count_objects(image) if "instances" in image else None,
     }
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON can hold, from an image_id of any type."""
-    return value.item() if hasattr(value, "item") else str(value)
-
-
-def _images(data: Any) -> list[dict[str, Any]]:
-    """The dataset dicts of a micro-batch that have pixels."""
-    return [d for d in dataset_dicts(data) if isinstance(d.get("image"), torch.Tensor)]

@@ -1,22 +1,35 @@
 # Copyright (c) the d2_memfit developers.
-"""Gradient reduction over ranks: the mean over all images, for any number on each rank."""
+"""What ranks tell each other after a window, and the one reduction of their gradients."""
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Union
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
+from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import compat
 from ..common.units import MB
 from ..compat.pytorch import has_communication_hooks
 from ..errors import ConfigError
-from .rank_report import RankReport
-from .window import Window
+from .losses import CountReport
+from .retry import RecoveryReport
+from .window import MicroBatch, Window
 
-__all__ = ["average_gradients", "check_ddp", "image_share"]
+__all__ = [
+    "RankReport",
+    "average_gradients",
+    "check_ddp",
+    "check_finite",
+    "mean_losses",
+    "write_metrics",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +37,73 @@ logger = logging.getLogger(__name__)
 _BUCKET_BYTES = 25 * MB
 
 
-def image_share(num_images: int, model: nn.Module) -> Union[float, torch.Tensor]:
-    """Factor for a loss that makes DDP's mean over ranks the mean over images.
+@dataclass
+class RankReport:
+    """One rank's report of its window."""
 
-    It is exactly 1 without DDP, and if all ranks have the same number of images. With DDP it is a
-    tensor on the model's device, so that nothing waits for the GPU.
+    num_images: int = 0
+    loss_sums: dict[str, float] = field(default_factory=dict)  # each loss, summed over images
+    data_time: float = 0.0  # seconds
+    # One line for each micro-batch with a loss of infinity or NaN.
+    not_finite: list[str] = field(default_factory=list)
+    # Of each parameter, in the model's order, if gradients are reduced after the backward.
+    has_gradient: list[bool] = field(default_factory=list)
+    recovery: Optional[RecoveryReport] = None
+    error: str = ""  # for which all ranks end: memory ran out for good
+    counts: CountReport = field(default_factory=CountReport)
+    stop_signal: int = 0  # the signal that asked this rank to end the run
+    run_state: Any = None  # for a checkpoint of the first rank, see StatesOfRanks
+
+    def add(self, window: Window, explain: Callable[[MicroBatch], str]) -> None:
+        """Sum a window's losses after its last backward. This waits for the device.
+
+        Args:
+            explain: the line for a micro-batch whose losses are not finite.
+        """
+        self.num_images = window.num_images
+        self.data_time = window.data_time
+        for m in window.micro_batches:
+            values = (
+                torch.stack([x.float() for x in m.losses.values()]).tolist() if m.losses else []
+            )
+            for name, loss in zip(m.losses, values):
+                self.loss_sums[name] = self.loss_sums.get(name, 0.0) + m.num_images * loss
+            if not math.isfinite(sum(values)):
+                self.not_finite.append(explain(m))
+
+
+def check_finite(reports: Sequence[RankReport], iteration: int) -> None:
+    """Raise FloatingPointError, on every rank, if any rank had a loss of infinity or NaN."""
+    lines = [f"rank {rank}: {line}" for rank, r in enumerate(reports) for line in r.not_finite]
+    if lines:
+        raise FloatingPointError(
+            f"Loss became infinite or NaN at iteration={iteration}! {'; '.join(lines)}"
+        )
+
+
+def write_metrics(reports: Sequence[RankReport]) -> None:
+    """Write what ``SimpleTrainer`` writes, once per iteration, as means over all images.
+
+    ``data_time`` is that of the slowest rank. ``effective_batch`` is the number of images.
     """
-    if not isinstance(model, DistributedDataParallel):
-        return 1.0
-    total = torch.tensor(float(num_images), device=next(model.parameters()).device)
-    dist.all_reduce(total, group=model.process_group)
-    return num_images * dist.get_world_size(model.process_group) / total
+    storage = get_event_storage()
+    compat.put_rank_data_time(reports[comm.get_rank()].data_time)
+    if not comm.is_main_process():
+        return
+    losses = mean_losses(reports)
+    storage.put_scalar("data_time", max(r.data_time for r in reports))
+    storage.put_scalar("total_loss", sum(losses.values()))
+    if len(losses) > 1:
+        storage.put_scalars(**losses)
+    num_images = sum(r.num_images for r in reports)
+    storage.put_scalar("effective_batch", num_images, smoothing_hint=False)
+
+
+def mean_losses(reports: Sequence[RankReport]) -> dict[str, float]:
+    """The mean of each loss over the images of all ranks."""
+    num_images = sum(r.num_images for r in reports)
+    names = dict.fromkeys(name for r in reports for name in r.loss_sums)
+    return {k: sum(r.loss_sums.get(k, 0.0) for r in reports) / num_images for k in names}
 
 
 def average_gradients(model: nn.Module, window: Window, reports: Sequence[RankReport]) -> None:

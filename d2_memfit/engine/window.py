@@ -1,30 +1,38 @@
 # Copyright (c) the d2_memfit developers.
-"""A window, one rank's share of an iteration, taken from the loader and cut into micro-batches."""
+"""The images of one optimizer step, taken from the loader and cut into micro-batches."""
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Optional
 
 import torch
 
-from ...errors import START_HERE, ConfigError, DataError, HostMemoryError
-from ...job import objects_in
-from ...memory import error_line, is_loader_out_of_memory
-from .columns import Row, as_given, columns_of, dataset_dicts, rows_of
+from ..errors import START_HERE, ConfigError, DataError, HostMemoryError
+from ..job import objects_in
+from ..memory import error_line, is_loader_out_of_memory
 
 __all__ = [
     "MicroBatch",
     "Window",
+    "as_given",
     "count_images",
     "count_objects",
+    "dataset_dicts",
     "host_memory_error",
     "image_names",
     "images_of",
-    "is_list_of_images",
     "may_have_objects",
 ]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One image of a batch in columns, such as (images, targets): its entry in each column."""
+
+    parts: tuple[Any, ...]
+    batch: Any  # an empty one of the same type
 
 
 @dataclass
@@ -49,7 +57,7 @@ class MicroBatch:
 
     @property
     def can_be_split(self) -> bool:
-        return images_of(self.data) is not None and self.num_images > 1
+        return self.num_images > 1 and images_of(self.data) is not None
 
     @property
     def phase(self) -> str:
@@ -59,7 +67,7 @@ class MicroBatch:
     @property
     def image(self) -> Any:
         """The only image, for :meth:`Window.replace`; or the data, if it is not a list of one."""
-        return self.data[0] if is_list_of_images(self.data) and len(self.data) == 1 else self.data
+        return self.data[0] if _is_list_of_images(self.data) and len(self.data) == 1 else self.data
 
     def keep_names_only(self) -> None:
         """Free the images and keep their names."""
@@ -96,10 +104,7 @@ class Window:
 
     def load_all(self) -> None:
         """Load the whole window now. The micro-batches taken so far do not change."""
-        loaded = []
-        while (data := self._next_batch()) is not None:
-            loaded.append(data)
-        self._waiting = deque(loaded)
+        self._waiting = deque(iter(self._next_batch, None))
 
     @property
     def images_waiting(self) -> list[Any]:
@@ -153,7 +158,7 @@ class Window:
         for i, data in enumerate(self._waiting):
             if data is old:
                 self._waiting[i] = new
-            elif is_list_of_images(data):
+            elif _is_list_of_images(data):
                 images = [new if image is old else image for image in data]
                 self._waiting[i] = [image for image in images if image is not None] or None
         self._waiting = deque(data for data in self._waiting if data is not None)
@@ -191,7 +196,13 @@ class Window:
     def _regroup(self, data: Any, num_images: int, across_batches: bool) -> list[Any]:
         images: list[Any] = []
         while data is not None:
-            images += _cuttable(data)
+            parts = images_of(data)
+            if parts is None:
+                raise ConfigError(
+                    "micro-batches of MEMFIT.MICRO_BATCH images need a data loader that gives "
+                    f"lists of dataset dicts, and this one gives a {type(data).__name__}"
+                )
+            images += parts
             if len(images) >= num_images or not across_batches:
                 break
             data = self._next_batch()
@@ -211,7 +222,7 @@ def host_memory_error(what: str) -> HostMemoryError:
 
 def image_names(data: Any) -> str:
     """Names of a micro-batch's images, for messages."""
-    if not is_list_of_images(data) and columns_of(data) is None:
+    if images_of(data) is None:
         return f"of a {type(data).__name__}, which has no names"
     names = [
         f"{image.get('file_name', 'without file_name')} (image_id {image.get('image_id')})"
@@ -220,20 +231,14 @@ def image_names(data: Any) -> str:
     return ", ".join(names) or "without names"
 
 
-def is_list_of_images(data: Any) -> bool:
-    """Whether the data is a list of dataset dicts, or of rows of a batch in columns."""
-    return isinstance(data, list) and all(isinstance(image, (dict, Row)) for image in data)
-
-
 def count_images(data: Any) -> int:
     """Number of images of a batch: rows if it is in columns, or the length of a tensor.
 
     Data of any other kind counts as one.
     """
-    columns = columns_of(data)
-    if columns is not None:
-        return len(columns[0])
-    return len(data) if is_list_of_images(data) or isinstance(data, torch.Tensor) else 1
+    if _is_in_columns(data):
+        return len(data[0])
+    return len(data) if _is_list_of_images(data) or isinstance(data, torch.Tensor) else 1
 
 
 def count_objects(data: Any) -> int:
@@ -246,22 +251,63 @@ def may_have_objects(data: Any) -> bool:
     return any(objects_in(image) is not None for image in dataset_dicts(data))
 
 
+def dataset_dicts(data: Any) -> Iterator[dict[str, Any]]:
+    """All dataset dicts in a batch of any kind."""
+    if isinstance(data, dict):
+        yield data
+    elif isinstance(data, (list, tuple, Row)):
+        for part in data.parts if isinstance(data, Row) else data:
+            yield from dataset_dicts(part)
+
+
 def images_of(data: Any) -> Optional[list[Any]]:
     """The images of data that can be cut; None if it cannot be cut."""
-    if is_list_of_images(data):
+    if _is_list_of_images(data):
         return data
-    columns = columns_of(data)
-    return None if columns is None else rows_of(columns)
+    if not _is_in_columns(data):
+        return None
+    columns = [c.split(1) if isinstance(c, torch.Tensor) else c for c in data]
+    empty = _like(data, [c[:0].clone() if isinstance(c, torch.Tensor) else c[:0] for c in data])
+    return [Row(row, empty) for row in zip(*columns)]
 
 
-def _cuttable(data: Any) -> list[Any]:
-    images = images_of(data)
-    if images is None:
-        raise ConfigError(
-            "micro-batches of MEMFIT.MICRO_BATCH images need a data loader that gives lists of "
-            f"dataset dicts, and this one gives a {type(data).__name__}"
-        )
-    return images
+def as_given(data: Any) -> Any:
+    """Convert a micro-batch's data to the form that its loader gave.
+
+    Lists in columns are copied, because a model may append to them.
+    """
+    if _is_in_columns(data):
+        return _like(data, [list(c) if isinstance(c, list) else c for c in data])
+    if not (isinstance(data, list) and data and isinstance(data[0], Row)):
+        return data
+    columns = zip(*(row.parts for row in data))
+    return _like(data[0].batch, [_joined(c, parts) for c, parts in zip(data[0].batch, columns)])
+
+
+def _like(batch: Any, columns: Sequence[Any]) -> Any:
+    """A batch of the same type; a named tuple has its own constructor."""
+    return getattr(type(batch), "_make", type(batch))(columns)
+
+
+def _joined(column: Any, parts: Sequence[Any]) -> Any:
+    if isinstance(column, torch.Tensor):
+        return torch.cat(list(parts))
+    return list(parts) if isinstance(column, list) else tuple(parts)
+
+
+def _is_list_of_images(data: Any) -> bool:
+    """Whether the data is a list of dataset dicts, or of rows of a batch in columns."""
+    return isinstance(data, list) and all(isinstance(image, (dict, Row)) for image in data)
+
+
+def _is_in_columns(data: Any) -> bool:
+    """Whether a batch is a tuple of equally long lists, tuples or tensors."""
+    if not isinstance(data, tuple) or not all(
+        isinstance(c, (list, tuple)) or (isinstance(c, torch.Tensor) and c.dim()) for c in data
+    ):
+        return False
+    lengths = {len(column) for column in data}
+    return len(lengths) == 1 and 0 not in lengths
 
 
 def _names_only(image: Any) -> Any:

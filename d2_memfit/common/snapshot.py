@@ -1,0 +1,256 @@
+# Copyright (c) the d2_memfit developers.
+"""What a forward changes in addition to gradients, saved so that it can be put back."""
+
+import random
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from itertools import chain
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.layers import FrozenBatchNorm2d
+from torch import nn
+
+from .random_state import RandomState
+
+__all__ = ["Snapshot", "weights_that_may_change"]
+
+# A tensor in an attribute is copied up to this size. Buffers of all sizes are.
+_LARGE_BYTES = 2**20
+# More weights are not copied. Those of an R50-FPN, such as a teacher's, have 170 MB.
+_MOST_BYTES = 2**28
+_MOST_OBJECTS = 10_000  # to which an attribute leads
+
+# What nn.Module manages itself: parameters, buffers, modules and hooks.
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_CONSTANT = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis)}
+    | {torch.dtype, torch.device, torch.Size}
+)
+_NO_STATE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, Enum)
+_NO_STATE_OF = {"torch", "logging", "threading", "weakref", "functools", "d2_memfit"}
+_LEAVES = (np.ndarray, bytearray, array, random.Random, np.random.Generator)
+_LEAVES += (np.random.RandomState, torch.Generator)
+
+
+class Snapshot:
+    """The state of a model and of the random generators, at the time when this is made.
+
+    It has the generators of Python, NumPy and PyTorch, on the host and on the model's device. Of
+    each module, and of those that only an attribute leads to, it has the buffers and the plain
+    attributes with their content: containers, arrays, generators, tensors up to 1 MiB, and other
+    objects. They are put back in place, because others may refer to them.
+
+    A module with ``save_for_retry()`` and ``restore_for_retry(state)`` saves its attributes itself.
+    An attribute is left alone if it leads to a tensor with a graph, to a larger tensor, or to an
+    iterator.
+
+    Args:
+        model: without DDP around it.
+        weights: parameters, or larger tensors, that forwards change.
+    """
+
+    def __init__(self, model: nn.Module, weights: Iterable[torch.Tensor] = ()) -> None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._random = RandomState(device)
+        self._weights = [(w, w.data, w.detach().clone()) for w in weights]
+        self._attributes: list[tuple[str, dict[str, Any], set[str], dict[str, Any]]] = []
+        self._contents: list[tuple[str, Any, Any]] = []  # a name, a value, and what was in it
+        self._own: list[tuple[Any, Any]] = []
+        self.modules: list[nn.Module] = []
+        known: dict[int, Any] = {}
+        waiting = deque(model.named_modules(prefix=type(model).__name__))
+        while waiting:
+            path, module = waiting.popleft()
+            if id(module) not in known:
+                known[id(module)] = module
+                self.modules.append(module)
+                self._save_buffers(path, module)
+                waiting.extend(self._save_attributes(path, module, known))
+
+    def restore(self) -> None:
+        """Put the state back. This may be repeated, also between forward and backward."""
+        self._random.restore()
+        for weight, data, saved in self._weights:
+            weight.data = data.copy_(saved)
+        for _, attributes, names, kept in self._attributes:
+            for name in attributes.keys() - names:  # the forward added it
+                del attributes[name]
+            attributes.update(kept)
+        for _, value, content in self._contents:
+            _put_back(value, content)
+        for module, state in self._own:
+            module.restore_for_retry(state)
+
+    def changed(self) -> list[str]:
+        """Names of attributes and buffers that differ now. Those that are new are left out."""
+        names = [
+            f"{path}.{name}"
+            for path, attributes, _, kept in self._attributes
+            for name, value in kept.items()
+            if name in attributes and attributes[name] is not value
+        ]
+        names += [n for n, value, saved in self._contents if not _is_same(_content(value), saved)]
+        return list(dict.fromkeys(names))
+
+    def changed_weights(self) -> list[torch.Tensor]:
+        """Those of the weights that differ now."""
+        return [w for w, _, saved in self._weights if not torch.equal(w.detach(), saved)]
+
+    def _save_buffers(self, path: str, module: nn.Module) -> None:
+        buffers = module._buffers
+        if not isinstance(module, FrozenBatchNorm2d):
+            self._contents.append((f"{path}.buffers", buffers, dict(buffers)))
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    self._contents.append((f"{path}.{name}", buffer, buffer.detach().clone()))
+
+    def _save_attributes(
+        self, path: str, module: Any, known: dict[int, Any]
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Save a module's attributes; return the modules to which they lead."""
+        if hasattr(type(module), "save_for_retry"):
+            self._own.append((module, module.save_for_retry()))
+            return
+        attributes = vars(module)
+        kept = {}
+        for name, value in attributes.items():
+            if name in _OF_MODULES:
+                continue
+            if type(value) not in _CONSTANT:
+                found: dict[int, Any] = {}
+                hidden: list[nn.Module] = []
+                try:
+                    _find(value, found, hidden, known)
+                except _LeftAloneError:
+                    continue
+                known.update(found)
+                self._contents += [(f"{path}.{name}", v, _content(v)) for v in found.values()]
+                for part in hidden:
+                    yield from part.named_modules(prefix=f"{path}.{name}")
+            kept[name] = value
+        self._attributes.append((path, attributes, set(attributes), kept))
+
+
+def weights_that_may_change(model: nn.Module) -> list[torch.Tensor]:
+    """Frozen weights, such as a teacher's, and large tensors in attributes; none if too many."""
+    tensors: list[torch.Tensor] = []
+    for module in Snapshot(model).modules:
+        tensors += [p for p in module._parameters.values() if p is not None and not p.requires_grad]
+        large = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
+        tensors += [v for v in large if v.nbytes > _LARGE_BYTES and _is_plain(v)]
+    return tensors if sum(t.nbytes for t in tensors) <= _MOST_BYTES else []
+
+
+class _LeftAloneError(Exception):
+    pass
+
+
+def _find(
+    value: Any, found: dict[int, Any], modules: list[nn.Module], known: dict[int, Any]
+) -> None:
+    """Find what a value leads to: values with a content of their own, itself included; modules."""
+    if type(value) in _CONSTANT or id(value) in known or id(value) in found:
+        return
+    if isinstance(value, nn.Module):
+        modules.append(value)
+    elif isinstance(value, torch.Tensor):
+        if value.grad_fn is not None or value.nbytes > _LARGE_BYTES:
+            raise _LeftAloneError
+        if _is_plain(value):
+            found[id(value)] = value
+    elif isinstance(value, _LEAVES):
+        found[id(value)] = value
+    elif not isinstance(value, _NO_STATE) and _library(value) not in _NO_STATE_OF:
+        if isinstance(value, Iterator) or len(found) == _MOST_OBJECTS:
+            raise _LeftAloneError
+        found[id(value)] = value
+        content = _content(value)
+        for part in content.values() if isinstance(content, dict) else content:
+            _find(part, found, modules, known)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_state = not isinstance(tensor, nn.Parameter) and tensor.grad_fn is None
+    return is_state and tensor.layout == torch.strided and not tensor.is_meta
+
+
+def _library(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _content(value: Any) -> Any:
+    """What is in a value, as a copy of one level."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, (bytearray, array)):
+        return value[:]
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, (np.random.RandomState, torch.Generator)):
+        return value.get_state()
+    if isinstance(value, dict):
+        return dict(value)
+    if isinstance(value, (list, deque, set, tuple, frozenset)):
+        return list(value)
+    return {name: getattr(value, name) for name in _names(value) if hasattr(value, name)}
+
+
+def _put_back(value: Any, content: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        value.data.copy_(content)  # through .data, so that autograd sees no change
+    elif isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            value[...] = content
+    elif isinstance(value, (bytearray, array)):
+        value[:] = content
+    elif isinstance(value, random.Random):
+        value.setstate(content)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = content
+    elif isinstance(value, (np.random.RandomState, torch.Generator)):
+        value.set_state(content)
+    elif isinstance(value, (dict, set, list, deque)):
+        if not _is_same(_content(value), content):  # a config may refuse to be written
+            value.clear()
+            (value.update if isinstance(value, (dict, set)) else value.extend)(content)
+    elif not isinstance(value, (tuple, frozenset)):
+        for name in _names(value):
+            if name not in content and hasattr(value, name):
+                object.__delattr__(value, name)
+            elif name in content and getattr(value, name, None) is not content[name]:
+                object.__setattr__(value, name, content[name])
+
+
+def _names(value: Any) -> list[str]:
+    """Attributes of an object, those of __slots__ included, set or not."""
+    bases = (vars(base) for base in type(value).__mro__ if "__slots__" in vars(base))
+    slots = [n for base in bases for n, m in base.items() if isinstance(m, MemberDescriptorType)]
+    return [*slots, *getattr(value, "__dict__", ())]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two contents are the same, one level deep."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        one, other = [*chain(*one.items())], [*chain(*other.items())]
+    if isinstance(one, list):
+        return [*map(id, one)] == [*map(id, other)]
+    return str(one) == str(other)  # of a generator, or bytes

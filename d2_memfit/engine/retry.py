@@ -1,0 +1,461 @@
+# Copyright (c) the d2_memfit developers.
+"""Images that run out of memory are undone, and run again with less: halves, then single images."""
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Optional, TypeVar
+
+import torch
+from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+from ..common.snapshot import Snapshot, weights_that_may_change
+from ..errors import OutOfMemoryError
+from ..job import resize_image
+from ..memory import is_out_of_memory, release_memory
+from ..settings import RecoveryOptions
+from ..techniques import checkpointed
+from .oom_log import RAISE, OomLog
+from .storage import WindowStorage
+from .window import MicroBatch, Window
+
+__all__ = ["Cutter", "Recovery", "RecoveryReport", "Retries", "WindowRetries", "run_all"]
+
+logger = logging.getLogger(__name__)
+
+# Iterations without an out-of-memory error after which a halved limit is doubled again.
+GROW_AFTER = 1000
+# Share of all images seen that may be skipped, rounded up to a whole image.
+MAX_SKIPPED = 0.001
+
+SKIP = "it is skipped"
+_RESIZE_FACTOR = 0.7
+_MOST_RESIZES = 3
+
+_Piece = TypeVar("_Piece")
+
+
+class Retries:
+    """What :func:`run_all` asks when a piece runs out of memory.
+
+    Args:
+        model: without DDP around it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def snapshot(self) -> Optional[Snapshot]:
+        """The state before the next piece; None if nothing is to be put back."""
+        return None
+
+    def around(self, piece: Any) -> AbstractContextManager[Any]:
+        """A context in which a piece runs."""
+        return nullcontext()
+
+    def describe(self, error: Exception, piece: Any) -> Any:
+        """A description of an error, which holds no reference to it."""
+
+    def react(self, failure: Any, piece: Any, before: Optional[Snapshot]) -> str:
+        """Undo a piece, and decide how its images run again.
+
+        Args:
+            failure: from :meth:`describe`.
+            before: from :meth:`snapshot`; None if there was no memory to make it.
+
+        Returns:
+            str: the message of the final error if they cannot; "" otherwise.
+        """
+        raise NotImplementedError
+
+
+def run_all(
+    take: Callable[[], Optional[_Piece]],
+    run: Callable[[_Piece], Any],
+    retries: Optional[Retries] = None,
+) -> None:
+    """Run images in pieces until all are through.
+
+    Args:
+        take: the next piece; None after the last one.
+        run: runs a piece.
+        retries: how images run again; None lets errors pass, and copies nothing.
+
+    Raises:
+        OutOfMemoryError: images do not fit in any way, or there is no memory to undo a piece.
+    """
+    while (piece := take()) is not None:
+        if retries is None:
+            run(piece)
+            continue
+        before = failure = None
+        try:
+            before = retries.snapshot()
+            with retries.around(piece):
+                run(piece)
+        except Exception as e:
+            if not is_out_of_memory(e):
+                raise
+            failure = retries.describe(e, piece)
+        if failure is not None:
+            # No exception is being handled here, so nothing holds the tensors of the attempt.
+            release_memory(next(retries.model.parameters()).device)
+            if message := retries.react(failure, piece, before):
+                raise OutOfMemoryError(message)
+
+
+class Cutter:
+    """Cuts windows into micro-batches within a limit, and learns the limit from what does not fit.
+
+    The limit is a number of images. It is halved when memory runs out, and doubled after a while
+    without errors. If a limit fails again after it has grown, the wait before the next growth
+    doubles, from the second failure in a row on.
+
+    Args:
+        configured: images per micro-batch; None for the loader's batch.
+
+    Attributes:
+        limit: the current limit; infinity means no limit.
+        is_configured: whether micro-batches have a limit before anything fails.
+    """
+
+    _LEARNED = ("_full", "_clean_iterations", "_failed_growths", "_has_just_grown")
+
+    def __init__(self, configured: Optional[int]) -> None:
+        self.is_configured = configured is not None
+        self.limit: float = configured or math.inf
+        self._configured = self.limit
+        self._full: float = configured or 0  # the largest micro-batch that is asked for
+        self._clean_iterations = 0
+        self._failed_growths = 0  # in a row
+        self._has_just_grown = False
+
+    @property
+    def images(self) -> Optional[int]:
+        """Images of the next micro-batch, as for :meth:`Window.take`."""
+        return None if self.limit == math.inf else int(self.limit)
+
+    def take(self, window: Window) -> Optional[MicroBatch]:
+        """Take a window's next micro-batch; None at its end.
+
+        A learned limit does not put images of several batches together.
+        """
+        return window.take(self.images, across_batches=self.is_configured)
+
+    def lower(self, largest: MicroBatch) -> str:
+        """Halve the limit, so that a micro-batch that can be split is not taken whole again.
+
+        Returns:
+            str: what was done, for the log.
+        """
+        failed = largest.num_images
+        self._full = max(self._full, failed)
+        self._failed_growths += self._has_just_grown
+        self._has_just_grown = False
+        self._clean_iterations = 0
+        self.limit = failed // 2
+        return f"the micro-batch is halved to {self.images}"
+
+    def end_iteration(self, clean: bool) -> bool:
+        """Count an iteration, which had enough memory (``clean``) or not.
+
+        Returns:
+            bool: whether the limit has grown.
+        """
+        self._clean_iterations = self._clean_iterations + 1 if clean else 0
+        if self._clean_iterations < GROW_AFTER * 2 ** max(0, self._failed_growths - 1):
+            return False
+        if self._has_just_grown:  # and has held since
+            self._failed_growths = 0
+            self._has_just_grown = False
+        if self.limit == self._configured:
+            return False
+        self._clean_iterations = 0
+        self._has_just_grown = True
+        self.limit *= 2
+        if self.limit >= self._full:
+            self.limit = self._configured
+        return True
+
+    def forget(self) -> None:
+        """Return to what is configured."""
+        self.limit = self._configured
+
+    def state_dict(self) -> dict[str, Any]:
+        # A configured limit was not learned; the config may differ when this is loaded.
+        learned = None if self.limit == self._configured else self.limit
+        return {"images": learned, **{k: getattr(self, k) for k in self._LEARNED}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what was learned, up to what is configured now."""
+        vars(self).update({k: state[k] for k in self._LEARNED if k in state})
+        self.limit = min(state["images"] or math.inf, self._configured)
+        if self.is_configured:
+            self._full = self._configured
+
+
+@dataclass
+class RecoveryReport:
+    """One rank's report about the memory of its window."""
+
+    micro_batch: int = 0  # images in the largest one
+    oom_events: int = 0
+    retried_images: int = 0
+    seen_images: int = 0  # including skipped images
+    skipped_images: int = 0
+
+
+class Recovery:
+    """What a run has learned from out-of-memory errors, and their totals for the log.
+
+    Args:
+        options: what recovery may do.
+        model: without DDP around it.
+        cutter: its limit is lowered when memory runs out.
+        mixed_precision: whether it is on, for the advice in the final error.
+
+    Attributes:
+        learned: the cutter's state after the last window that ran to its end on all ranks.
+        oom_log: where errors are recorded and explained.
+        weights: those that forwards change, such as a teacher's; until the first forward, all that
+            may.
+        totals: sums of the reports of all ranks and iterations.
+    """
+
+    def __init__(
+        self, options: RecoveryOptions, model: nn.Module, cutter: Cutter, mixed_precision: bool
+    ) -> None:
+        self.options = options
+        self.cutter = cutter
+        self.learned = cutter.state_dict()
+        self.oom_log = OomLog(options, model, mixed_precision)
+        self.weights = weights_that_may_change(model)
+        self.knows_weights = not self.weights
+        self.totals = RecoveryReport()
+
+    @property
+    def oom_events(self) -> int:
+        return self.totals.oom_events
+
+    @property
+    def skipped_images(self) -> int:
+        return self.totals.skipped_images
+
+    def end_window(self, window: Window, report: RecoveryReport) -> None:
+        """Complete the report of a window, and let the micro-batch grow after a while."""
+        report.seen_images = window.num_images + report.skipped_images
+        report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
+        if self.cutter.end_iteration(clean=not report.oom_events):
+            logger.info(
+                "Iteration %d: memory was enough for a while, the micro-batch grows to %s",
+                get_event_storage().iter,
+                self.cutter.images or "the loader's batch",
+            )
+
+    def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
+        """Count the events of all ranks, and log them.
+
+        Raises:
+            OutOfMemoryError: on every rank, if too many images were skipped.
+        """
+        self.learned = self.cutter.state_dict()
+        totals = self.totals
+        for name in ("oom_events", "retried_images", "seen_images", "skipped_images"):
+            of_all = getattr(totals, name) + sum(getattr(r, name) for r in reports)
+            setattr(totals, name, of_all)
+        get_event_storage().put_scalars(
+            smoothing_hint=False,
+            **{
+                "memfit/micro_batch": min(r.micro_batch for r in reports),
+                "memfit/oom_events": totals.oom_events,
+                "memfit/retried_images": totals.retried_images,
+            },
+        )
+        if totals.skipped_images > math.ceil(MAX_SKIPPED * totals.seen_images):
+            raise OutOfMemoryError(
+                f"{totals.skipped_images} of {totals.seen_images} images did not fit and were "
+                f"skipped, more than the allowed share of {MAX_SKIPPED}. Lower "
+                "INPUT.MAX_SIZE_TRAIN, or set MEMFIT.OOM.ALLOW_RESIZE True"
+            )
+
+    def state_dict(self, learned: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
+        """The state.
+
+        Args:
+            learned: the states of the cutters of all ranks; None for that of this rank.
+        """
+        return {
+            **{"cutters": [of_rank or self.learned for of_rank in learned]},
+            **{k: n for k, n in vars(self.totals).items() if k != "micro_batch"},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        cutters = state["cutters"]
+        same_ranks = len(cutters) == comm.get_world_size()
+        smallest = min(cutters, key=lambda cutter: cutter["images"] or math.inf)
+        self.cutter.load_state_dict(cutters[comm.get_rank()] if same_ranks else smallest)
+        self.learned = self.cutter.state_dict()
+        self.totals = RecoveryReport(**{k: n for k, n in state.items() if k != "cutters"})
+
+
+@dataclass
+class _HardImage:
+    """An image that does not fit alone, and the steps that were taken for it."""
+
+    original: Any  # a dataset dict, a row of a batch in columns, or a batch that cannot be split
+    failures: int = 0
+    resizes: int = 0
+
+
+class WindowRetries(Retries):
+    """How micro-batches of a window run again.
+
+    A forward does not change gradients. After an error in it, only its micro-batch runs again.
+    After an error in a backward, the window starts over. No image is lost or counted twice.
+
+    Args:
+        recovery: decides how large micro-batches are.
+        model: without DDP around it.
+        start: the state before the window.
+
+    Attributes:
+        report: of this window.
+    """
+
+    def __init__(
+        self,
+        recovery: Recovery,
+        model: nn.Module,
+        window: Window,
+        storage: WindowStorage,
+        start: Snapshot,
+    ) -> None:
+        super().__init__(model)
+        self.report = RecoveryReport()
+        self._recovery = recovery
+        self._window = window
+        self._storage = storage
+        self._start = start
+        self._entries = 0  # of the storage, before the piece
+        self._hard: dict[int, _HardImage] = {}  # by the id of the image that is run for it
+
+    def snapshot(self) -> Snapshot:
+        self._entries = self._storage.num_entries()
+        is_first = len(self._window.micro_batches) == 1
+        return self._start if is_first else Snapshot(self.model, self._recovery.weights)
+
+    def around(self, piece: MicroBatch) -> AbstractContextManager[Any]:
+        hard = self._hard.get(id(piece.image))
+        return _low_memory(self.model) if hard and hard.failures > 1 else nullcontext()
+
+    def end_forward(self) -> None:
+        """Note, after the first forward, which weights it has changed."""
+        if not self._recovery.knows_weights:
+            self._recovery.weights = self._start.changed_weights()
+            self._recovery.knows_weights = True
+
+    def describe(self, error: Exception, piece: MicroBatch) -> Any:
+        return self._recovery.oom_log.event(error, piece.phase, piece.data)
+
+    def react(self, failure: Any, piece: MicroBatch, before: Optional[Snapshot]) -> str:
+        recovery, report = self._recovery, self.report
+        report.oom_events += 1
+        if piece.phase == "forward":
+            report.retried_images += piece.num_images
+            self._window.put_back()
+        else:
+            report.retried_images += self._window.num_images
+            self._window.put_all_back()
+            self.model.zero_grad(set_to_none=True)
+            before, self._entries = self._start, 0
+        if piece.can_be_split:
+            action = f"{recovery.cutter.lower(piece)} and its images are run again"
+        else:
+            action = self._escalate(piece)
+        report.skipped_images += piece.num_images if action == SKIP else 0
+        recovery.oom_log.log(failure, action)
+        with recovery.oom_log.explained("restoration", lambda: piece.data):
+            self._storage.rewind(self._entries)
+            if before is not None:
+                before.restore()
+        return recovery.oom_log.final_message(failure) if action == RAISE else ""
+
+    def _escalate(self, piece: MicroBatch) -> str:
+        """Take the next step for one image that was put back, from harmless to last resort.
+
+        Returns:
+            str: the step.
+        """
+        options, image = self._recovery.options, piece.image
+        hard = self._hard.setdefault(id(image), _HardImage(image))
+        hard.failures += 1
+        if hard.failures == 1:
+            return "caches are freed and it is run again"
+        if hard.failures == 2:
+            return "it is run again with checkpointed activations, kept on the host"
+        has_pixels = isinstance(image, dict) and isinstance(image.get("image"), torch.Tensor)
+        if options.allow_resize and hard.resizes < _MOST_RESIZES and has_pixels:
+            hard.resizes += 1
+            factor = _RESIZE_FACTOR**hard.resizes
+            smaller = resize_image(hard.original, factor)
+            self._hard[id(smaller)] = self._hard.pop(id(image))
+            self._window.replace(image, smaller)
+            return f"it is run again at 0.7 of its size, {factor:.2f} of the original"
+        if options.last_resort == "skip":
+            self._window.replace(image, None)
+            return SKIP
+        return RAISE
+
+
+@contextmanager
+def _low_memory(model: nn.Module) -> Iterator[None]:
+    """Run forward and backward with less device memory: slower, with the same gradients."""
+    with checkpointed(model), torch.autograd.graph.save_on_cpu():
+        yield
+
+
+def run_to_count(
+    model: nn.Module,
+    window: Window,
+    cutter: Cutter,
+    forward: Callable[[MicroBatch], Any],
+    may_recover: bool,
+) -> None:
+    """Run the forwards of a window for its counts, and put all its images back.
+
+    If memory runs out, they run in smaller pieces; the limit that ``cutter`` has learned does not
+    change. An image that does not fit alone is left out: training handles it with stronger means.
+    The caller restores the state that forwards change.
+    """
+    cutter = copy.copy(cutter)
+    retries = _Smaller(model, window, cutter) if may_recover else None
+    run_all(lambda: cutter.take(window), forward, retries)
+    window.put_all_back()
+
+
+class _Smaller(Retries):
+    """Halves pieces, and leaves out an image that failed twice."""
+
+    def __init__(self, model: nn.Module, window: Window, cutter: Cutter) -> None:
+        super().__init__(model)
+        self._window = window
+        self._cutter = cutter
+        self._failed_alone: Any = None
+
+    def describe(self, error: Exception, piece: MicroBatch) -> str:
+        return piece.phase
+
+    def react(self, failure: str, piece: MicroBatch, before: Optional[Snapshot]) -> str:
+        if piece.can_be_split:
+            self._cutter.lower(piece)
+        elif piece.image is self._failed_alone:
+            return ""
+        else:
+            self._failed_alone = piece.image
+        self._window.put_back()
+        return ""
