@@ -25,7 +25,7 @@ from .window import count_images, count_objects, dataset_dicts
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["RAISE", "OomEvent", "OomLog", "observed"]
+__all__ = ["RAISE", "OomEvent", "OomLog", "observed", "padded_size"]
 
 RAISE = "training stops"
 
@@ -98,16 +98,30 @@ class OomLog:
             phase=phase,
             micro_batch=count_images(data),
             images=[_describe(image) for image in images],
-            padded_size=self._padded(size_of(images)) if images else None,
+            padded_size=padded_size(images, self._model),
             allocated_gb=round(memory.allocated_bytes / GB, 3),
             reserved_gb=round(memory.reserved_bytes / GB, 3),
             budget_gb=self._options.budget_gb,
             error=error_line(error),
         )
 
+    def append(self, event: OomEvent, action: str) -> None:
+        """Write an event to the file, with what is done about it."""
+        event.action = action
+        if not self._options.output_dir:
+            return
+        path = os.path.join(self._options.output_dir, self.FILE_NAME)
+        line = json.dumps(asdict(event), default=_plain) + "\n"
+        try:
+            PathManager.mkdirs(self._options.output_dir)
+            with PathManager.open(path, "a") as f:
+                f.write(line)
+        except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
+            logger.warning("Cannot write %s (%s). The event was %s", path, e, line.strip())
+
     def log(self, event: OomEvent, action: str) -> None:
         """Write an event to the file and to the log, with what is done about it."""
-        self._append(event, action)
+        self.append(event, action)
         logger.warning("%s. Now %s", event, action)
 
     @contextmanager
@@ -137,56 +151,34 @@ class OomLog:
         if not is_out_of_memory(error) or isinstance(error, OutOfMemoryError):
             return None
         event = self.event(error, phase, data())
-        self._append(event, RAISE)
+        self.append(event, RAISE)
         return OutOfMemoryError(self.final_message(event))
 
     def final_message(self, event: OomEvent) -> str:
         """Message of the error that ends a run: what happened, and three things to try next."""
         options = self._options
+        smaller = ["a smaller MEMFIT.MICRO_BATCH"] if event.micro_batch != 1 else []
         if event.phase in ("evaluation", "hook EvalHook"):
             steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
-        elif event.phase.startswith("hook "):
-            steps = ["less in this hook, or on the host", "a smaller MEMFIT.MICRO_BATCH"]
-        elif event.phase not in ("forward", "backward"):
-            steps = [
-                "a smaller MEMFIT.MICRO_BATCH",
-                "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
-            ]
-        else:
-            steps = ["a smaller MEMFIT.MICRO_BATCH"] if event.micro_batch > 1 else []
-            steps += [] if self._mixed_precision else ["SOLVER.AMP.ENABLED True"]
+        elif event.phase in ("forward", "backward"):
+            steps = [*smaller, *([] if self._mixed_precision else ["SOLVER.AMP.ENABLED True"])]
             steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
             steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
             steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]
-        if options.budget_gb is None:
-            steps += ["another process may be using the device: look there", "a smaller backbone"]
+        elif event.phase.startswith("hook "):
+            steps = ["less in this hook, or on the host", *smaller]
         else:
-            steps += ["a larger MEMFIT.BUDGET_GB", "a smaller backbone"]
+            steps = [
+                *smaller,
+                "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
+            ]
+        is_limited = options.budget_gb is not None
+        steps.append(
+            "a larger MEMFIT.BUDGET_GB" if is_limited else "look for other processes on it"
+        )
+        steps.append("a smaller backbone")
         tries = "; ".join(f"({i}) {step}" for i, step in enumerate(steps[:3], 1))
         return f"{event}. Next things to try: {tries}. More: {START_HERE}"
-
-    def _append(self, event: OomEvent, action: str) -> None:
-        event.action = action
-        if not self._options.output_dir:
-            return
-        path = os.path.join(self._options.output_dir, self.FILE_NAME)
-        line = json.dumps(asdict(event), default=str) + "\n"
-        try:
-            PathManager.mkdirs(self._options.output_dir)
-            with PathManager.open(path, "a") as f:
-                f.write(line)
-        except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
-            logger.warning("Cannot write %s (%s). The event was %s", path, e, line.strip())
-
-    def _padded(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Height and width, in pixels, to which the model pads images of up to this size."""
-        divisors, squares = [1], [0]
-        for module in self._model.modules():
-            constraints = getattr(module, "padding_constraints", None) or {}
-            divisors.append(getattr(module, "size_divisibility", 0))
-            squares.append(constraints.get("square_size", 0))
-        square, d = max(squares), max(divisors)
-        return (square, square) if square else (-(-size[0] // d) * d, -(-size[1] // d) * d)
 
 
 @contextmanager
@@ -203,6 +195,20 @@ def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
         raise
 
 
+def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
+    """Height and width, in pixels, to which the model pads a micro-batch's images."""
+    height, width = size_of(data)
+    if not height:
+        return None
+    divisors, squares = [1], [0]
+    for module in model.modules():
+        constraints = getattr(module, "padding_constraints", None) or {}
+        divisors.append(getattr(module, "size_divisibility", 0))
+        squares.append(constraints.get("square_size", 0))
+    square, d = max(squares), max(divisors)
+    return (square, square) if square else (-(-height // d) * d, -(-width // d) * d)
+
+
 def _describe(image: dict[str, Any]) -> dict[str, Any]:
     height, width = image["image"].shape[-2:]
     return {
@@ -212,3 +218,8 @@ def _describe(image: dict[str, Any]) -> dict[str, Any]:
         "width": width,
         "num_instances": count_objects(image) if "instances" in image else None,
     }
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold, from an image_id of any type."""
+    return value.item() if hasattr(value, "item") else str(value)

@@ -20,7 +20,7 @@ from tiny import (
 )
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine import reduce
+from d2_memfit.engine import ranks as reduce
 from d2_memfit.errors import ConfigError
 from d2_memfit.settings import NormalizerOptions
 
