@@ -32,7 +32,6 @@ from trainer_shapes import (
 from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, MemfitTrainer, fit_config
 from d2_memfit.common.files import FolderLock
 from d2_memfit.engine import GatherStates, MemoryMonitor, SaveOnEnding, build_trainer
-from d2_memfit.engine.project_parts import project_parts
 from d2_memfit.errors import CheckpointError, ConfigError, MemfitError
 from d2_memfit.memory import process_memory
 
@@ -90,15 +89,16 @@ def tiny_cfg_of(tmp_path, ims_per_batch):
 
 @pytest.mark.parametrize("project", [OwnDefaultTrainer, NamesSimpleTrainer])
 def test_a_trainer_that_is_a_simple_trainer_accumulates(project, tmp_path):
-    class Trainer(MemfitMixin, project):
+    with pytest.raises(TypeError, match="Trainer is a SimpleTrainer: add AccumulatingTrainer as"):
+        type("Trainer", (MemfitMixin, project), {})
+
+    class Trainer(MemfitMixin, project, AccumulatingTrainer):
         pass
 
     cfg = tiny_cfg_of(tmp_path, 2)
     trainer = Trainer(cfg)
     trainer.train()
-    assert isinstance(trainer, AccumulatingTrainer)
-    assert not issubclass(Trainer, AccumulatingTrainer)
-    assert type(trainer).__name__ == "Trainer"
+    assert type(trainer) is Trainer
     assert trainer.storage.latest()["effective_batch"][0] == 8
     plain = project(tiny_cfg_of(tmp_path, 8))
     assert not isinstance(plain, AccumulatingTrainer)
@@ -159,8 +159,7 @@ class AsksForOtherOptions(Parts, DefaultTrainer):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"accumulation_steps": 1}, "with accumulation_steps 1, and the config asks for 2"),
-        ({"recovery": None}, "with recovery None, and the config asks for"),
+        ({"accumulation_steps": 4}, "with accumulation_steps 4, and the config asks for 2"),
         ({"precision": "bf16"}, r"with precision torch\.bfloat16, and the config asks for"),
     ],
 )
@@ -189,6 +188,10 @@ class OwnLoop(Parts, DefaultTrainer):
         self._trainer = Loop(self.model, self.data_loader, self.optimizer)
 
 
+class NotAccumulating(SimpleTrainer):
+    pass
+
+
 class OwnLoopAfterTheRemedy(Parts, DefaultTrainer):
     def __init__(self, cfg):
         super().__init__(cfg)
@@ -211,32 +214,32 @@ def test_an_inner_trainer_that_cannot_accumulate_is_an_error(tmp_path):
         pass
 
     remedy = r"self\._trainer = SimpleTrainer\(.*self\._trainer\.loss_fn = FUNCTION"
-    with pytest.raises(TypeError, match=f"Trainer runs its steps by a Loop .*{remedy}"):
+    with pytest.raises(TypeError, match=f"Loop runs the steps, .*{remedy}"):
         Trainer(cfg_of(tmp_path))
-    late = Late(cfg_of(tmp_path))
+    late = Late(cfg_of(tmp_path, **ACCUMULATION))
+    with pytest.raises(TypeError, match=r"class NotAccumulating\(AccumulatingTrainer\), or add"):
+        late._trainer = NotAccumulating(late.model, late.data_loader, late.optimizer)
     late._trainer = SimpleTrainer(late.model, late.data_loader, late.optimizer)
-    with pytest.raises(TypeError, match=f"Late runs its steps by a SimpleTrainer .*{remedy}"):
-        late.train()
+    late.train()
+    assert late.storage.latest()["effective_batch"][0] == 8
     trainer = Remedied(cfg_of(tmp_path, **ACCUMULATION))
     trainer.train()
     assert trainer.storage.latest()["effective_batch"][0] == 8
 
 
-def test_metrics_that_shall_be_written_meanwhile_are_refused(monkeypatch):
-    def init_of_main(self, model, data_loader, optimizer, async_write_metrics=False):
-        pass
-
-    monkeypatch.setattr(SimpleTrainer, "__init__", init_of_main)
-    refused = pytest.raises(ConfigError, match="async_write_metrics=True cannot be used")
-    with project_parts({}), refused:
-        SimpleTrainer(None, [], None, async_write_metrics=True)
+def test_metrics_that_shall_be_written_meanwhile_are_refused(tmp_path):
+    trainer = class_of("DefaultTrainer")(cfg_of(tmp_path))
+    made = SimpleTrainer(trainer.model, trainer.data_loader, trainer.optimizer)
+    made.async_write_metrics = True  # as main's
+    with pytest.raises(ConfigError, match="async_write_metrics=True cannot be used"):
+        trainer._trainer = made
 
 
-def test_an_inner_trainer_of_amp_is_told_to_derive_from_simple_trainer(tmp_path):
+def test_an_inner_trainer_of_amp_is_told_to_derive_from_accumulating_trainer(tmp_path):
     class Inner(AMPTrainer):
         pass
 
-    class Remedied(SimpleTrainer):
+    class Remedied(AccumulatingTrainer):
         pass
 
     class Project(Parts, DefaultTrainer):
@@ -250,7 +253,7 @@ def test_an_inner_trainer_of_amp_is_told_to_derive_from_simple_trainer(tmp_path)
         pass
 
     keys = {"SOLVER.AMP.ENABLED": True, "MEMFIT.AMP_DTYPE": "bfloat16"}
-    with pytest.raises(TypeError, match="Inner is derived from AMPTrainer: derive it from SimpleT"):
+    with pytest.raises(TypeError, match="Inner runs the steps, and is not derived from Acc"):
         Trainer(cfg_of(tmp_path, **keys))
     Trainer.inner = Remedied
     trainer = Trainer(cfg_of(tmp_path, **keys))
@@ -283,7 +286,7 @@ def test_a_run_step_that_reads_no_key_is_an_error_where_one_is_set(tmp_path):
 
 
 def test_an_inner_run_step_that_reads_no_key_is_named(tmp_path):
-    class Inner(SimpleTrainer):
+    class Inner(AccumulatingTrainer):
         run_step = UnbiasedTeacher.run_step
         _trainer = property(lambda self: self)
 
