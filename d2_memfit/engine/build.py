@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import TrainerBase
+from detectron2.engine import HookBase, TrainerBase
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import nn
@@ -23,12 +23,13 @@ from ..job import Job, checked_loader
 from ..job.parts import GivenParts, TrainerParts, has_own_step
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
-from .hooks import job_hooks
+from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot
 from .not_finite import has_random_weights_behind_frozen_norms
-from .resuming import MemfitCheckpointer, SaveOnEnding, checkpointers_of
+from .peak_recorder import PeakRecorder
+from .resuming import GatherStates, MemfitCheckpointer, SaveOnEnding, checkpointers_of
 from .train_loop import AccumulatingTrainer
 
-__all__ = ["Run", "build_trainer"]
+__all__ = ["Run", "build_trainer", "job_hooks"]
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +195,27 @@ class Run:
                 f"{', '.join(asked)}: {method} does not call {step}.run_step(), which reads these "
                 "keys. Call it. For losses of your own: self._trainer.loss_fn = FUNCTION"
             )
+
+
+def job_hooks(job: Job) -> list[HookBase]:
+    """The hooks of MEMFIT.MONITOR, BUDGET_GB and OOM, and those that each job has.
+
+    Register them on all ranks, before the hooks that write and save.
+    """
+    monitor, device = job.cfg.MEMFIT.MONITOR, job.cfg.MODEL.DEVICE
+    made: list[HookBase] = [GatherStates()]
+    if monitor.SNAPSHOT_ON_OOM:
+        rank = "" if comm.is_main_process() else f"/rank{comm.get_rank()}"
+        made.append(MemorySnapshot(job.cfg.OUTPUT_DIR + rank))
+    if monitor.PERIOD is not None:
+        made.append(MemoryMonitor(monitor.PERIOD, job.budget_gb))
+    if monitor.LEAK_WINDOW is not None:
+        made.append(LeakDetector(monitor.LEAK_WINDOW))
+    if job.budget_gb is not None and device.startswith("cuda"):
+        made.append(EnforceBudget(job.budget_gb, device))
+    if comm.is_main_process():
+        made.append(PeakRecorder(job))
+    return made
 
 
 def _check_same_iteration(first: int, output_dir: str) -> None:

@@ -3,7 +3,6 @@
 
 from .allocator import *
 from .budget import *
-from .host import *
 from .meter import *
 from .oom import *
 from .owners import *

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from ..common.checks import fits
 from ..common.units import GB
 from ..errors import ConfigError
-from .allocator import limit_onednn_cache, take_library_buffers
-from .host import available_host_bytes
-from .readings import process_memory
+from .allocator import limit_library_caches, take_library_buffers
+from .readings import available_host_bytes, process_memory
 
 __all__ = [
     "auto_budget_gb",
@@ -51,8 +50,8 @@ _M_MMAP_THRESHOLD = -3  # <malloc.h>
 # Share of a card: a smaller difference between two limits is not logged.
 _SAME_SHARE = 0.002
 
-# By device, the limit that a budget has replaced, and the one that was set in its place.
-_limits: dict[str, tuple[Any, Any]] = {}
+# By device, the limit that a budget has replaced.
+_replaced: dict[str, Any] = {}
 
 # By GPU, bytes that other processes take; the least that this process has ever seen.
 _others: dict[int, int] = {}
@@ -137,7 +136,7 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
     if isinstance(budget_gb, str):
         raise ConfigError("enforce_budget needs a number of GB; auto_budget_gb measures one")
     kind = torch.device(device).type
-    if kind == "cuda" and (budget_gb is not None or _limits):
+    if kind == "cuda" and (budget_gb is not None or _replaced):
         _limit_cuda(budget_gb, _index(device))
     elif kind == "cpu" and sys.platform == "linux":
         _limit_process(budget_gb)
@@ -176,19 +175,21 @@ def _index(device: str) -> int:
 def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
     # PyTorch before 2.7 does not say what the share is; it is 1 unless somebody has set one.
     now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    before = _before(f"cuda:{device}", now)
-    share = before if budget_gb is None else min(_share(budget_gb, device), before)
+    name = f"cuda:{device}"
+    if budget_gb is None:
+        torch.cuda.set_per_process_memory_fraction(_replaced.pop(name, now), device)
+        return
+    limit_library_caches()
+    share = min(_share(budget_gb, device), _replaced.get(name, now))
+    _replaced.setdefault(name, now)
     torch.cuda.set_per_process_memory_fraction(share, device)
-    _remember(f"cuda:{device}", before, share, budget_gb)
-    if budget_gb is not None and abs(share - now) > _SAME_SHARE:
-        total = torch.cuda.mem_get_info(device)[1] / GB
-        set_now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: share)(device)
+    if abs(share - now) > _SAME_SHARE:
         logger.info(
             "MEMFIT.BUDGET_GB %.4g on cuda:%d: PyTorch's allocator may take %.2f GB, and %.2f GB "
             "are taken outside of it",
             budget_gb,
             device,
-            set_now * total,
+            share * torch.cuda.mem_get_info(device)[1] / GB,
             cuda_context_bytes(device) / GB,
         )
 
@@ -220,64 +221,50 @@ def _share(budget_gb: float, device: int) -> float:
     return (budget_gb - context) / total
 
 
+def _limit_process(budget_gb: Optional[float]) -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if budget_gb is None:
+        resource.setrlimit(resource.RLIMIT_DATA, (_replaced.pop("cpu", soft), hard))
+        return
+    limit_library_caches()
+    take_library_buffers()
+    taken = process_memory().data_bytes
+    if budget_gb * GB <= taken:
+        raise ConfigError(
+            f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {taken / GB:.2f} GB that the "
+            "process takes before training"
+        )
+    return_large_blocks()
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # oneDNN may crash, see limit_library_caches
+    limit = int(min(budget_gb * GB, _limit_of_process()))
+    if limit < int(budget_gb * GB):
+        logger.warning(
+            "MEMFIT.BUDGET_GB %g: the process is limited to %.2f GB already (ulimit -d). Plan for "
+            "that, or raise it",
+            budget_gb,
+            limit / GB,
+        )
+    _replaced.setdefault("cpu", soft)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    if limit != soft:
+        logger.info(
+            "MEMFIT.BUDGET_GB %.4g on the CPU: the process may take %.2f GB of private memory, and "
+            "has taken %.2f GB",
+            budget_gb,
+            limit / GB,
+            taken / GB,
+        )
+
+
 def _limit_of_process() -> float:
     """Limit of the process's private memory, in bytes, without the budget."""
     if sys.platform != "linux":
         return math.inf
     import resource
 
-    limit = _before("cpu", resource.getrlimit(resource.RLIMIT_DATA)[0])
-    return math.inf if limit == resource.RLIM_INFINITY else limit
-
-
-def _limit_process(budget_gb: Optional[float]) -> None:
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    before = _before("cpu", soft)
-    limit = before
-    if budget_gb is not None:
-        limit_onednn_cache()
-        take_library_buffers()
-        data_bytes = process_memory().data_bytes
-        if budget_gb * GB <= data_bytes:
-            raise ConfigError(
-                f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {data_bytes / GB:.2f} GB "
-                "that the process takes before training"
-            )
-        return_large_blocks()
-        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-            faulthandler.enable(sys.__stderr__)  # oneDNN may crash, see limit_onednn_cache
-        limits = [n for n in (before, hard) if n != resource.RLIM_INFINITY]
-        limit = min([int(budget_gb * GB), *limits])
-        if limit < int(budget_gb * GB):
-            logger.warning(
-                "MEMFIT.BUDGET_GB %g: the process is limited to %.2f GB already (ulimit -d). "
-                "Plan for that, or raise it",
-                budget_gb,
-                limit / GB,
-            )
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    _remember("cpu", before, limit, budget_gb)
-    set_now = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if budget_gb is not None and set_now != soft:
-        logger.info(
-            "MEMFIT.BUDGET_GB %.4g on the CPU: the process may take %.2f GB of private memory, and "
-            "has taken %.2f GB",
-            budget_gb,
-            set_now / GB,
-            process_memory().data_bytes / GB,
-        )
-
-
-def _before(device: str, now: Any) -> Any:
-    """The limit without a budget: the replaced one, unless somebody has set another."""
-    before, ours = _limits.get(device, (now, now))
-    return before if math.isclose(now, ours, rel_tol=1e-6) else now
-
-
-def _remember(device: str, before: Any, limit: Any, budget_gb: Optional[float]) -> None:
-    if budget_gb is None:
-        _limits.pop(device, None)
-    else:
-        _limits[device] = before, limit
+    limits = (_replaced.get("cpu", soft), hard)
+    return min([limit for limit in limits if limit != resource.RLIM_INFINITY], default=math.inf)

@@ -2,9 +2,7 @@
 """Owners of memory: parameters, gradients, optimizer, modules, and holders of other tensors."""
 
 import gc
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from types import FrameType, FunctionType, ModuleType
+from collections import Counter
 from typing import Any, Optional, TypeVar
 
 import torch
@@ -13,15 +11,7 @@ from torch import nn
 from ..compat.pytorch import is_in_backward, storage_id
 from .meter import TensorMeter, storages
 
-__all__ = [
-    "OwnerMeter",
-    "bytes_by_kind",
-    "dense_tensors",
-    "holders",
-    "kind_of",
-    "live_tensors",
-    "optimizer_states",
-]
+__all__ = ["OwnerMeter", "bytes_by_kind", "live_tensors", "optimizer_states"]
 
 _Meter = TypeVar("_Meter", bound="OwnerMeter")
 
@@ -152,29 +142,12 @@ class OwnerMeter(TensorMeter):
         return "backward" if is_in_backward() else "other"
 
 
-def bytes_by_kind(tensors: Iterable[torch.Tensor]) -> Counter[str]:
-    """Bytes by kind of tensor, such as "float32 [256, 100] on cpu"."""
+def bytes_by_kind() -> Counter[str]:
+    """Bytes of all tensors that Python knows, by kind, such as "float32 [256, 100] on cpu"."""
     kinds: Counter[str] = Counter()
-    for t in tensors:
-        kinds[kind_of(t)] += t.untyped_storage().nbytes()
+    for tensor in dense_tensors():
+        kinds[_kind_of(tensor)] += tensor.untyped_storage().nbytes()
     return kinds
-
-
-def holders(tensors: Iterable[torch.Tensor], owners: Iterable[tuple[str, Any]]) -> Counter[str]:
-    """Bytes of tensors by the owner that holds them, directly or in its attributes.
-
-    Args:
-        owners: names, and modules, hooks or other objects. A tensor counts for the first owner that
-            leads to it.
-    """
-    wanted = {id(t): t.untyped_storage().nbytes() for t in tensors}
-    held: Counter[str] = Counter()
-    owners = list(owners)
-    visited = {id(owner) for _, owner in owners}
-    for name, owner in owners:
-        for obj in _reachable(owner, visited):
-            held[name] += wanted.pop(id(obj), 0)
-    return +held
 
 
 def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -198,41 +171,24 @@ def live_tensors(
     }
     owner_of = {storage_id(s): owner for owner in owned for s in storages(owned[owner])}
     numbers: Counter[tuple[str, str]] = Counter()
-    num_bytes_of: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
     owners: Counter[str] = Counter()
     for tensor in (t for t in dense_tensors() if t.device == device):
-        owner = owner_of.get(storage_id(tensor.untyped_storage()), "tensors")
-        num_bytes = tensor.untyped_storage().nbytes()
-        numbers[owner, kind_of(tensor)] += 1
-        num_bytes_of[owner, kind_of(tensor)] += num_bytes
-        owners[owner] += num_bytes
+        storage = tensor.untyped_storage()
+        owner = owner_of.get(storage_id(storage), "tensors")
+        numbers[owner, _kind_of(tensor)] += 1
+        sizes[owner, _kind_of(tensor)] += storage.nbytes()
+        owners[owner] += storage.nbytes()
     table = [
-        {"owner": key[0], "kind": key[1], "count": numbers[key], "bytes": num_bytes}
-        for key, num_bytes in num_bytes_of.most_common()
+        {"owner": owner, "kind": kind, "count": numbers[owner, kind], "bytes": size}
+        for (owner, kind), size in sizes.most_common()
     ]
     return owners, table
 
 
-def kind_of(tensor: torch.Tensor) -> str:
-    """Text such as "float32 [256, 100] on cpu"."""
+def _kind_of(tensor: torch.Tensor) -> str:
     dtype = str(tensor.dtype).replace("torch.", "")
     return f"{dtype} {list(tensor.shape)} on {tensor.device}"
-
-
-def _reachable(owner: Any, visited: set[int]) -> Iterator[Any]:
-    """Objects that an owner holds, without those of other owners, breadth first."""
-    queue = deque(gc.get_referents(owner))
-    while queue:
-        obj = queue.popleft()
-        # Not isinstance, which fails on a proxy of a dead object.
-        if id(obj) in visited or issubclass(type(obj), (type, ModuleType, FrameType)):
-            continue
-        visited.add(id(obj))
-        yield obj
-        if issubclass(type(obj), FunctionType):  # not its globals, which lead everywhere
-            queue.extend([obj.__closure__, obj.__defaults__])
-        else:
-            queue.extend(gc.get_referents(obj))
 
 
 def dense_tensors() -> list[torch.Tensor]:

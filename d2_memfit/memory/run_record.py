@@ -44,8 +44,6 @@ class RunRecord:
             NCCL, or None if other processes use the GPU. On the CPU it is the private memory of the
             process before training.
         expandable_segments: whether segments of the allocator grew.
-        predicted_gb: allocated, reserved and outside as the plan predicted them for the largest
-            images; empty without a plan.
     """
 
     date: str
@@ -60,7 +58,6 @@ class RunRecord:
     reserved_bytes: int
     outside_bytes: Optional[int]
     expandable_segments: bool
-    predicted_gb: list[float]
 
     @property
     def has_budget(self) -> bool:
@@ -101,7 +98,7 @@ def device_and_software(device: torch.device) -> dict[str, Any]:
         return here
     properties = torch.cuda.get_device_properties(device)
     here.update(device=properties.name, memory_mb=properties.total_memory // MB)
-    here.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), driver=_driver())
+    here.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
     return here
 
 
@@ -110,13 +107,4 @@ def _cpu_name() -> str:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
         if found:
             return found[1]
-    return platform.processor() or platform.machine()
-
-
-def _driver() -> str:
-    """Version of NVIDIA's driver; "" if it is not known."""
-    with contextlib.suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-        return found[1] if found else ""
-    return ""
+    return platform.machine()

@@ -427,7 +427,7 @@ def test_ranks_that_resume_from_different_iterations_are_told(two_ranks, tmp_pat
 
 def train_in_a_folder_in_use(rank, folder):
     """The errors of a first run, and the iteration that a second one ends at."""
-    cfg = cfg_of(folder, **{"MEMFIT.MONITOR.SNAPSHOT_ITER": 0})
+    cfg = cfg_of(folder, **{"MEMFIT.MONITOR.SNAPSHOT_ON_OOM": True})
     trainer, evaluated = class_of("DefaultTrainer")(cfg), []
     trainer.register_hooks([hooks.CallbackHook(after_train=evaluated.append)])
     lock = FolderLock(str(folder)) if rank == 1 else None  # the first rank is another process

@@ -14,7 +14,7 @@ from forks import run_forked
 from monitored import cheap_trainer
 from tiny import run_process
 
-from d2_memfit.engine.hooks.enforce_budget import EnforceBudget
+from d2_memfit.engine.hooks import EnforceBudget
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import (
     auto_budget_gb,
@@ -22,9 +22,7 @@ from d2_memfit.memory import (
     check_budget,
     device_memory,
     enforce_budget,
-    limit_cudnn_cache,
-    limit_ideep_cache,
-    limit_onednn_cache,
+    limit_library_caches,
     process_memory,
 )
 
@@ -341,16 +339,16 @@ for _ in range(2):
 
 
 def test_libraries_keep_less_unless_the_user_says_how_much(monkeypatch):
-    for limit, name in (
-        (limit_cudnn_cache, "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT"),
-        (limit_onednn_cache, "ONEDNN_PRIMITIVE_CACHE_CAPACITY"),
-        (limit_ideep_cache, "LRU_CACHE_CAPACITY"),
+    for name in (
+        "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT",
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
+        "LRU_CACHE_CAPACITY",
     ):
         monkeypatch.setenv(name, "7")
-        limit()
+        limit_library_caches()
         assert os.environ[name] == "7"
         monkeypatch.delenv(name)
-        limit()
+        limit_library_caches()
         assert 0 < int(os.environ[name]) < 10**4
         monkeypatch.delenv(name)
 

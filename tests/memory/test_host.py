@@ -4,7 +4,7 @@
 import psutil
 import pytest
 
-from d2_memfit.memory import available_host_bytes, host
+from d2_memfit.memory import available_host_bytes, readings
 
 GB = 2**30
 
@@ -20,8 +20,8 @@ def cgroups(tmp_path, monkeypatch):
             file.write_text(f"{content}\n")
         (tmp_path / "own").write_text(own)
 
-    monkeypatch.setattr(host, "_CGROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(readings, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(readings, "_OWN_CGROUPS", tmp_path / "own")
     return write
 
 
@@ -99,5 +99,5 @@ def test_more_in_use_than_the_limit_leaves_nothing(cgroups):
 
 
 def test_a_system_without_cgroups_has_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(host, "_OWN_CGROUPS", tmp_path / "none")
+    monkeypatch.setattr(readings, "_OWN_CGROUPS", tmp_path / "none")
     assert available_host_bytes() > GB / 10

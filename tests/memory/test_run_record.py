@@ -25,7 +25,6 @@ RECORD = RunRecord(
     reserved_bytes=2**30,
     outside_bytes=None,
     expandable_segments=False,
-    predicted_gb=[1.0, 1.1, 0.4],
 )
 
 
