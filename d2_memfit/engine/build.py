@@ -20,7 +20,7 @@ from ..common.files import is_config_dump, is_local, whole_file
 from ..config import default_keys, without_memfit_keys
 from ..errors import CheckpointError, ConfigError, RankError, one_line
 from ..job import Job, checked_loader
-from ..job.parts import GivenParts, TrainerParts, has_own_step
+from ..job.parts import GivenParts, TrainerParts
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
 from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot
@@ -186,14 +186,12 @@ class Run:
         values = {key: value_of(self.job.cfg, key) for key in _OF_RUN_STEP}
         asked = [f"{key} {v}" for key, v in values.items() if v != value_of(defaults, key)]
         if asked:
-            method, step = f"{trainer.__name__}.run_step", "self._trainer"
-            if inner.run_step is not AccumulatingTrainer.run_step:
-                method, step = f"{inner.__name__}.run_step", "super()"
-            elif not has_own_step(trainer):
-                method, step = f"{trainer.__name__}.train", "self"
+            is_inner = inner.run_step is not AccumulatingTrainer.run_step
+            cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
             raise ConfigError(
-                f"{', '.join(asked)}: {method} does not call {step}.run_step(), which reads these "
-                "keys. Call it. For losses of your own: self._trainer.loss_fn = FUNCTION"
+                f"{', '.join(asked)}: {cls.__name__} steps without {step}.run_step(), which reads "
+                "these keys. Call it in its run_step, and run_step in its train. For losses of "
+                "your own: self._trainer.loss_fn = FUNCTION"
             )
 
 
@@ -307,11 +305,5 @@ def build_trainer(
     )
     why_not = "build_trainer got a data_loader. Leave that out, or turn the technique off"
     run.complete(trainer, why_not)
-    if techniques_on("evaluation", cfg):
-        logger.info("MEMFIT.EVALUATION is for what runs within d2_memfit.engine.evaluating")
-    logger.info(
-        "These hooks run in trainer.train(start_iter, max_iter), not in a loop of run_step(): %s",
-        ", ".join(type(hook).__name__ for hook in compat.hooks_of(trainer)),
-    )
     trainer.run = run
     return trainer

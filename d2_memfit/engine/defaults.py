@@ -126,13 +126,6 @@ class MemfitMixin(_Trainer):
                 f"{cls.__name__} is a SimpleTrainer: add AccumulatingTrainer as its last base "
                 f"class, as in class {cls.__name__}(MemfitMixin, TheirTrainer, AccumulatingTrainer)"
             )
-        modules = [] if TrainerBase in order else [base.__module__ for base in order]
-        for package in (m.partition(".detectron2.")[0] for m in modules if ".detectron2." in m):
-            raise TypeError(
-                f"{cls.__name__} is derived from a trainer of {package}.detectron2, a copy of "
-                "Detectron2, and d2_memfit extends the installed one. docs/COMPATIBILITY.md#labgym "
-                f"has the lines with which {package} uses that one"
-            )
 
         def inherited(name: str) -> Callable[..., Any]:
             return lambda self, *args, **kwargs: getattr(super(cls, self), name)(*args, **kwargs)
@@ -150,7 +143,8 @@ class MemfitMixin(_Trainer):
         if not isinstance(cfg, CfgNode):
             raise TypeError(
                 f"the first argument of {type(self).__name__} must be the config, as in "
-                f"DefaultTrainer, got a {type(cfg).__name__}"
+                f"DefaultTrainer, got a {type(cfg).__module__}.{type(cfg).__name__}. Of a copy of "
+                "Detectron2: docs/COMPATIBILITY.md#labgym"
             )
         start_logging(cfg.OUTPUT_DIR)
         cfg = with_memfit_keys(cfg)

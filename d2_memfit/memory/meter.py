@@ -1,10 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """A meter of the memory in use by tensors, byte by byte."""
 
-import threading
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
 
@@ -22,28 +22,23 @@ __all__ = [
 ]
 
 
+_on_host = ContextVar("_on_host", default=False)
+_plain = torch.Tensor.__torch_dispatch__
+
+
 @contextmanager
 def on_host() -> Iterator[None]:
     """While open, new tensors belong to the host, even if the CPU is the device."""
-    outer = _on_host.is_open
-    _on_host.is_open = True
+    outer = _on_host.set(True)
     try:
         yield
     finally:
-        _on_host.is_open = outer
+        _on_host.reset(outer)
 
 
 def is_on_host() -> bool:
     """Whether :func:`on_host` is open in this thread."""
-    return _on_host.is_open
-
-
-class _HostScope(threading.local):
-    is_open = False
-
-
-_on_host = _HostScope()
-_plain = torch.Tensor.__torch_dispatch__
+    return _on_host.get()
 
 
 class TensorMeter(TorchDispatchMode):
@@ -67,8 +62,7 @@ class TensorMeter(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._counted: dict[int, int] = {}  # bytes by the address of a storage
-        self._older: set[int] = set()  # addresses of storages that were alive before
-        self._watches: dict[int, Any] = {}  # weak references by the address of a storage
+        self._watches: dict[int, Any] = {}  # weak references, of storages from before, too
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -84,10 +78,11 @@ class TensorMeter(TorchDispatchMode):
         self._ignore(given)
         result = self._call(func, args, kwargs, given)
         made = tensors_in(result)
-        if self.counts == ("device" if _on_host.is_open else "host"):
+        if self.counts == ("device" if _on_host.get() else "host"):
             self._ignore(made)
         for storage in _storages_of(made):
-            if storage_id(storage) not in self._older:
+            address = storage_id(storage)
+            if address in self._counted or address not in self._watches:
                 self._count(storage)
         self._note(func, args, kwargs, result, given, made)
         return result
@@ -95,10 +90,7 @@ class TensorMeter(TorchDispatchMode):
     def _ignore(self, tensors: list[torch.Tensor]) -> None:
         """Never count these tensors, unless they are counted already."""
         for storage in _storages_of(tensors):
-            address = storage_id(storage)
-            if address not in self._counted and address not in self._older:
-                self._older.add(address)
-                self._watch(storage)
+            self._watch(storage)
 
     def _call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
@@ -119,11 +111,9 @@ class TensorMeter(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         address, num_bytes = storage_id(storage), storage.nbytes()
-        before = self._counted.get(address)  # not None where an operator resized it
-        if before is None:
-            self._watch(storage)
+        self._watch(storage)
+        self.live_bytes += num_bytes - self._counted.get(address, 0)  # an operator may resize it
         self._counted[address] = num_bytes
-        self.live_bytes += num_bytes - (before or 0)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def _uncount(self, address: int) -> None:
@@ -131,21 +121,20 @@ class TensorMeter(TorchDispatchMode):
         self.live_bytes -= self._counted.pop(address)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
-        # A weak reference: a storage must not keep the meter, and its model, alive.
-        gone = partial(_gone, weakref.ref(self), storage_id(storage))
-        self._watches[storage_id(storage)] = weakref.ref(storage, gone)
+        address = storage_id(storage)
+        if address not in self._watches:
+            # A weak reference: a storage must not keep the meter, and its model, alive.
+            gone = partial(_gone, weakref.ref(self), address)
+            self._watches[address] = weakref.ref(storage, gone)
 
 
 def _gone(meter_ref: "weakref.ref[TensorMeter]", address: int, _: Any) -> None:
     """Forget a storage that is freed."""
     meter = meter_ref()
-    if meter is None:
-        return
-    del meter._watches[address]
-    if address in meter._older:
-        meter._older.discard(address)
-    elif address in meter._counted:
-        meter._uncount(address)
+    if meter is not None:
+        del meter._watches[address]
+        if address in meter._counted:
+            meter._uncount(address)
 
 
 def have_operators(types: Iterable[type]) -> bool:

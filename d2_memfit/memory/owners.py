@@ -37,13 +37,10 @@ class OwnerMeter(TensorMeter):
 
     Attributes:
         live: bytes alive now, by owner.
-        peak: bytes by owner at the time of the peak.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optional[torch.optim.Optimizer] = None) -> None:
         super().__init__()
-        self.live: Counter[str] = Counter()
-        self.peak: Counter[str] = Counter()
         self._model = model
         self._device = next(model.parameters()).device
         self._optimizer = optimizer
@@ -52,10 +49,6 @@ class OwnerMeter(TensorMeter):
         self._hooks: list[Any] = []
 
     def __enter__(self: _Meter) -> _Meter:
-        self._begin()
-        return super().__enter__()
-
-    def _begin(self) -> None:
         for name, module in self._model.named_modules():
             self._hooks += [
                 module.register_forward_pre_hook(lambda *_, n=name: self._enter_module(n)),
@@ -74,6 +67,7 @@ class OwnerMeter(TensorMeter):
             self._own_states(self._optimizer)
             self._hooks.append(self._optimizer.register_step_post_hook(self._own_states))
         self._own_others()
+        return super().__enter__()
 
     def _own_others(self) -> None:
         for tensor in dense_tensors():  # such as another copy of the model
@@ -81,13 +75,10 @@ class OwnerMeter(TensorMeter):
                 self.own("other", tensor)
 
     def __exit__(self, *error: Any) -> None:
-        self._remove_hooks()
-        super().__exit__(*error)
-
-    def _remove_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
         self._running.clear()
+        super().__exit__(*error)
 
     def _enter_module(self, name: str) -> None:
         if not name:
@@ -110,30 +101,27 @@ class OwnerMeter(TensorMeter):
     def own(self, owner: str, tensors: Any) -> None:
         """Assign tensors to an owner, whatever made them."""
         for storage in storages(tensors):
-            self._older.discard(storage_id(storage))
             self._count(storage)
             if storage_id(storage) in self._owners:
                 self._move(storage_id(storage), owner)
 
+    @property
+    def live(self) -> Counter[str]:
+        live: Counter[str] = Counter()
+        for address, owner in self._owners.items():
+            live[owner] += self._counted[address]
+        return live
+
     def _count(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type != self._device.type:
-            return
-        address = storage_id(storage)
-        before = self._counted.get(address, 0)
-        owner = self._owners.setdefault(address, self._current_owner())
-        self.live[owner] += storage.nbytes() - before
-        peak = self.peak_bytes
-        super()._count(storage)
-        if self.peak_bytes > peak:
-            self.peak = +self.live
+        if storage.device.type == self._device.type:
+            self._owners.setdefault(storage_id(storage), self._current_owner())
+            super()._count(storage)
 
     def _uncount(self, address: int) -> None:
-        self.live[self._owners.pop(address)] -= self._counted[address]
         super()._uncount(address)
+        del self._owners[address]
 
     def _move(self, address: int, owner: str) -> None:
-        self.live[self._owners[address]] -= self._counted[address]
-        self.live[owner] += self._counted[address]
         self._owners[address] = owner
 
     def _current_owner(self) -> str:

@@ -1,11 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """The record of the peaks of a training run."""
 
-import contextlib
 import json
 import os
 import platform
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -93,18 +91,10 @@ def device_and_software(device: torch.device) -> dict[str, Any]:
     """The device, and the software that decides about memory, to which a record applies."""
     here: dict[str, Any] = {"d2_memfit": __version__, "torch": torch.__version__}
     if device.type != "cuda":
-        here.update(device=_cpu_name(), cores=os.cpu_count())
+        here.update(device=platform.machine(), cores=os.cpu_count())
         here["memory_mb"] = psutil.virtual_memory().total // MB
         return here
     properties = torch.cuda.get_device_properties(device)
     here.update(device=properties.name, memory_mb=properties.total_memory // MB)
     here.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
     return here
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-        if found:
-            return found[1]
-    return platform.machine()
