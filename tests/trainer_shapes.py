@@ -186,6 +186,10 @@ class OwnInner(SimpleTrainer):
         super().run_step()
 
 
+class OwnAccumulating(OwnInner, AccumulatingTrainer):
+    pass
+
+
 class ReplacesInner(Parts, DefaultTrainer):
     inner = OwnInner
 
@@ -265,9 +269,14 @@ def on_a_cpu(init):
 def class_of(shape):
     if shape == "README's line":
         return ReadmesLine
-    return type("Trainer", (MemfitMixin, PROJECTS[shape]), {})
+    return type("Trainer", (MemfitMixin, {**PROJECTS, **CHANGED}[shape]), {})
 
 
+# With one more base class.
+CHANGED = {
+    "own inner trainer": type("Replaces", (ReplacesInner,), {"inner": OwnAccumulating}),
+    "SimpleTrainer": type("FewShot", (FewShot, AccumulatingTrainer), {}),
+}
 SHAPES = [*PROJECTS, "README's line"]
 
 

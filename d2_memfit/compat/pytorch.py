@@ -11,51 +11,18 @@ from typing import Any, Optional
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.conv import _ConvNd as Convolution
-from torch.nn.modules.dropout import _DropoutNd as Dropout
-from torch.nn.modules.utils import _pair as pair
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+from torch.utils import _device, _python_dispatch, _pytree
 
-__all__ = [
-    "BatchNorm",
-    "Convolution",
-    "DeviceContext",
-    "Dropout",
-    "TorchDispatchMode",
-    "autograd_node_number",
-    "buffers_by_name",
-    "children_by_name",
-    "clear_cublas_workspaces",
-    "constructors",
-    "cross_entropy_owner",
-    "default_group_answered",
-    "default_store",
-    "dump_memory_snapshot",
-    "has_communication_hooks",
-    "has_kernels_for_bfloat16",
-    "is_in_backward",
-    "is_loader_worker",
-    "know_as_builtin",
-    "make_wrapper",
-    "next_autograd_node_number",
-    "pair",
-    "parameters_by_name",
-    "record_memory_history",
-    "schema",
-    "storage_id",
-    "tree_flatten",
-    "tree_iter",
-    "tree_map",
-    "tree_unflatten",
-    "version_of",
-    "versions_of",
-    "without_torch_function",
-    "workers_of",
-]
+BatchNorm = nn.modules.batchnorm._BatchNorm
+Convolution = nn.modules.conv._ConvNd
+pair = nn.modules.utils._pair
+DeviceContext = _device.DeviceContext
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+tree_flatten = _pytree.tree_flatten
+tree_iter = _pytree.tree_iter
+tree_map = _pytree.tree_map
+tree_unflatten = _pytree.tree_unflatten
 
 # F.cross_entropy calls its cross_entropy_loss(logits, target, weight, reduction (1 is the mean),
 # ignore_index, label_smoothing).

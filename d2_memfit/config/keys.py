@@ -68,10 +68,8 @@ _C.MEMFIT.MONITOR = CN()
 _C.MEMFIT.MONITOR.PERIOD = None
 # Iterations over which memory must grow steadily for a warning about a leak. None: no warning.
 _C.MEMFIT.MONITOR.LEAK_WINDOW = None
-# Iteration for which OUTPUT_DIR/memfit_memory_<iteration>.json shows the owners of the memory at
-# its peak. With this key or the next one, the signal SIGUSR1 requests another file.
-_C.MEMFIT.MONITOR.SNAPSHOT_ITER = None
-# Whether OUTPUT_DIR/memfit_oom_<number>.json shows the same at the first out-of-memory errors.
+# Whether OUTPUT_DIR/memfit_oom_<number>.json shows the owners of the memory at the first three
+# out-of-memory errors.
 _C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
 
 _C.MEMFIT.PLAN = CN()

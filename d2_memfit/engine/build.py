@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import TrainerBase
+from detectron2.engine import HookBase, TrainerBase
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import nn
@@ -20,15 +20,16 @@ from ..common.files import is_config_dump, is_local, whole_file
 from ..config import default_keys, without_memfit_keys
 from ..errors import CheckpointError, ConfigError, RankError, one_line
 from ..job import Job, checked_loader
-from ..job.parts import GivenParts, TrainerParts, has_own_step
+from ..job.parts import GivenParts, TrainerParts
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
-from .hooks import job_hooks
+from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot
 from .not_finite import has_random_weights_behind_frozen_norms
-from .resuming import MemfitCheckpointer, SaveOnEnding, checkpointers_of
+from .peak_recorder import PeakRecorder
+from .resuming import GatherStates, MemfitCheckpointer, SaveOnEnding, checkpointers_of
 from .train_loop import AccumulatingTrainer
 
-__all__ = ["Run", "build_trainer"]
+__all__ = ["Run", "build_trainer", "job_hooks"]
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,17 @@ class Run:
             RankError: another rank cannot start.
         """
         _check_same_iteration(trainer.start_iter, self.cfg.OUTPUT_DIR)
-        _on_all_ranks(lambda: self._start(trainer))
+        error: Optional[Exception] = None
+        try:
+            self._start(trainer)
+        except Exception as e:
+            error = e
+        texts = comm.all_gather(error and one_line(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RankError(f"rank {rank} cannot start the run: {text}")
 
     def check_loop(self) -> None:
         """Check a loop of ``run_step()``, which calls no hooks, such as a project's ``train``.
@@ -171,8 +182,14 @@ class Run:
         hooks.sort(key=lambda hook: isinstance(hook, SaveOnEnding))  # after everything
         if isinstance(self.job.parts, TrainerParts):
             _write_plain_config(self.job.cfg)
-        if not self.cfg.MODEL.WEIGHTS and not isinstance(self.job.parts, GivenParts):
-            _warn_of_frozen_norms(compat.inner_trainer(trainer).model)
+        loads_nothing = not self.cfg.MODEL.WEIGHTS and not isinstance(self.job.parts, GivenParts)
+        model = compat.inner_trainer(trainer).model
+        if loads_nothing and has_random_weights_behind_frozen_norms(model):
+            logger.warning(
+                "MODEL.WEIGHTS is empty, and frozen batch norm does not normalise the activations "
+                "of random weights, so training is likely to diverge. Name weights, or set "
+                "MODEL.RESNETS.NORM GN (BN for a light backbone) and MODEL.BACKBONE.FREEZE_AT 0"
+            )
 
     def check_run_step(self, trainer: type, inner: type[AccumulatingTrainer]) -> None:
         """Raise :class:`ConfigError` if a key is set that only our ``run_step`` reads.
@@ -185,15 +202,34 @@ class Run:
         values = {key: value_of(self.job.cfg, key) for key in _OF_RUN_STEP}
         asked = [f"{key} {v}" for key, v in values.items() if v != value_of(defaults, key)]
         if asked:
-            method, step = f"{trainer.__name__}.run_step", "self._trainer"
-            if inner.run_step is not AccumulatingTrainer.run_step:
-                method, step = f"{inner.__name__}.run_step", "super()"
-            elif not has_own_step(trainer):
-                method, step = f"{trainer.__name__}.train", "self"
+            is_inner = inner.run_step is not AccumulatingTrainer.run_step
+            cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
             raise ConfigError(
-                f"{', '.join(asked)}: {method} does not call {step}.run_step(), which reads these "
-                "keys. Call it. For losses of your own: self._trainer.loss_fn = FUNCTION"
+                f"{', '.join(asked)}: {cls.__name__} steps without {step}.run_step(), which reads "
+                "these keys. Call it in its run_step, and run_step in its train. For losses of "
+                "your own: self._trainer.loss_fn = FUNCTION"
             )
+
+
+def job_hooks(job: Job) -> list[HookBase]:
+    """The hooks of MEMFIT.MONITOR, BUDGET_GB and OOM, and those that each job has.
+
+    Register them on all ranks, before the hooks that write and save.
+    """
+    monitor, device = job.cfg.MEMFIT.MONITOR, job.cfg.MODEL.DEVICE
+    made: list[HookBase] = [GatherStates()]
+    if monitor.SNAPSHOT_ON_OOM:
+        rank = "" if comm.is_main_process() else f"/rank{comm.get_rank()}"
+        made.append(MemorySnapshot(job.cfg.OUTPUT_DIR + rank))
+    if monitor.PERIOD is not None:
+        made.append(MemoryMonitor(monitor.PERIOD, job.budget_gb))
+    if monitor.LEAK_WINDOW is not None:
+        made.append(LeakDetector(monitor.LEAK_WINDOW))
+    if job.budget_gb is not None and device.startswith("cuda"):
+        made.append(EnforceBudget(job.budget_gb, device))
+    if comm.is_main_process():
+        made.append(PeakRecorder(job))
+    return made
 
 
 def _check_same_iteration(first: int, output_dir: str) -> None:
@@ -203,21 +239,6 @@ def _check_same_iteration(first: int, output_dir: str) -> None:
             f"the ranks would go on from different iterations, {firsts}: OUTPUT_DIR {output_dir} "
             "must be one folder that all of them see"
         )
-
-
-def _on_all_ranks(function: Callable[[], None]) -> None:
-    """Call a function on all ranks. An error on one is raised on all."""
-    error: Optional[Exception] = None
-    try:
-        function()
-    except Exception as e:
-        error = e
-    texts = comm.all_gather(error and one_line(error))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise RankError(f"rank {rank} cannot start the run: {text}")
 
 
 def _write_plain_config(cfg: CfgNode) -> None:
@@ -234,16 +255,6 @@ def _write_plain_config(cfg: CfgNode) -> None:
             return
         with whole_file(path, "w") as file:
             file.write(plain.dump())
-
-
-def _warn_of_frozen_norms(model: nn.Module) -> None:
-    """Warn of random weights behind norms that are frozen, and so normalise nothing."""
-    if has_random_weights_behind_frozen_norms(model) and comm.is_main_process():
-        logger.warning(
-            "MODEL.WEIGHTS is empty, and frozen batch norm does not normalise the activations of "
-            "random weights, so training is likely to diverge. Name weights, or set "
-            "MODEL.RESNETS.NORM GN (BN for a light backbone) and MODEL.BACKBONE.FREEZE_AT 0"
-        )
 
 
 def build_trainer(
@@ -285,11 +296,5 @@ def build_trainer(
     )
     why_not = "build_trainer got a data_loader. Leave that out, or turn the technique off"
     run.complete(trainer, why_not)
-    if techniques_on("evaluation", cfg):
-        logger.info("MEMFIT.EVALUATION is for what runs within d2_memfit.engine.evaluating")
-    logger.info(
-        "These hooks run in trainer.train(start_iter, max_iter), not in a loop of run_step(): %s",
-        ", ".join(type(hook).__name__ for hook in compat.hooks_of(trainer)),
-    )
     trainer.run = run
     return trainer

@@ -3,25 +3,29 @@
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
+import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.config import CfgNode
-from detectron2.engine import DefaultTrainer, TrainerBase
+from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase
 from detectron2.solver import LRMultiplier
+from detectron2.utils import comm
 from torch import nn
 
 from .. import compat
 from ..common.logs import start_logging
+from ..common.patching import files_of_classes, replaced_functions
 from ..config import with_memfit_keys
+from ..errors import ConfigError
 from ..job import Job
 from ..memory import use_expandable_segments
 from ..settings import auto_scale_workers
 from .build import Run
 from .evaluating import evaluating
-from .project_parts import project_parts
 from .resuming import (
     MemfitCheckpointer,
     Progress,
@@ -36,6 +40,8 @@ __all__ = ["MemfitMixin", "MemfitTrainer"]
 
 logger = logging.getLogger(__name__)
 
+# Arguments of an AccumulatingTrainer that are not in a config.
+_KEPT = ("loss_fn", "clip_gradients", "gather_metric_period", "zero_grad_before_forward")
 
 if TYPE_CHECKING:  # the mixin alone is not a trainer, and stands before one
     from detectron2.engine import DefaultTrainer as _Trainer
@@ -52,11 +58,19 @@ def _of_a_job(init: Callable[..., None]) -> Callable[..., None]:
             init(self, cfg, *args, **kwargs)
             return
         cfg = self._make_run(cfg)
-        with project_parts(self._job_run.options) as self._trainers:
+        with _ddp_on_a_cpu(type(self), cfg):
             init(self, cfg, *args, **kwargs)
         self._complete()
 
     return __init__
+
+
+def _ddp_on_a_cpu(trainer: type, cfg: CfgNode) -> AbstractContextManager[None]:
+    """While open, ``create_ddp_model`` in a trainer's files works on a CPU, without device ids."""
+    files = [f for f in files_of_classes(trainer.__mro__) if hasattr(f, "create_ddp_model")]
+    if not cfg.MODEL.DEVICE.startswith("cpu") or comm.get_world_size() == 1 or not files:
+        return nullcontext()
+    return replaced_functions(files, {"create_ddp_model": lambda _: compat.create_ddp_model})
 
 
 def _evaluating(test: Callable[..., Any]) -> Any:
@@ -85,33 +99,32 @@ class MemfitMixin(_Trainer):
     """Base class for projects with their own trainer: ``class Trainer(MemfitMixin, TheirTrainer)``.
 
     All ``build_*`` methods, hooks and the checkpointer stay the project's. The trainer that runs
-    the steps becomes an :class:`AccumulatingTrainer`, whoever makes it. Checkpoints contain
-    optimizer, gradient scaler, learning rate, random states and the order of the data. Checkpoints
-    of plain Detectron2, v0.6 or main, can be resumed; missing parts are logged.
+    the steps, ``self._trainer``, becomes an :class:`AccumulatingTrainer` with the options of the
+    config. A class of the project's own must be derived from it. Checkpoints contain optimizer,
+    gradient scaler, learning rate, random states and the order of the data. Checkpoints of plain
+    Detectron2, v0.6 or main, can be resumed; missing parts are logged.
 
     A config without the keys of d2_memfit gets their defaults.
 
     Raises:
         ConfigError: a value in the config cannot work, or a key would do nothing.
-        TypeError: this is not the first base class. Or the project's ``__init__`` does not take the
-            config first, or makes no ``SimpleTrainer``.
+        TypeError: this is not the first base class; the project's ``__init__`` does not take the
+            config first; or its own inner trainer is not an ``AccumulatingTrainer``.
     """
 
     _has_started = False
     _job_run: Run
-    _trainers: list[AccumulatingTrainer]  # which this trainer's __init__ makes
+    _random_state: Optional[torch.Tensor] = None  # before a loader was first iterated
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         order = cls.__mro__
         if DefaultTrainer in order and order.index(DefaultTrainer) < order.index(MemfitMixin):
             raise TypeError(f"MemfitMixin must be the first base class of {cls.__name__}")
-        modules = [] if TrainerBase in order else [base.__module__ for base in order]
-        for package in (m.partition(".detectron2.")[0] for m in modules if ".detectron2." in m):
+        if issubclass(cls, SimpleTrainer) and not issubclass(cls, AccumulatingTrainer):
             raise TypeError(
-                f"{cls.__name__} is derived from a trainer of {package}.detectron2, a copy of "
-                "Detectron2, and d2_memfit extends the installed one. docs/COMPATIBILITY.md#labgym "
-                f"has the lines with which {package} uses that one"
+                f"{cls.__name__} is a SimpleTrainer: add AccumulatingTrainer as its last base "
+                f"class, as in class {cls.__name__}(MemfitMixin, TheirTrainer, AccumulatingTrainer)"
             )
 
         def inherited(name: str) -> Callable[..., Any]:
@@ -130,7 +143,8 @@ class MemfitMixin(_Trainer):
         if not isinstance(cfg, CfgNode):
             raise TypeError(
                 f"the first argument of {type(self).__name__} must be the config, as in "
-                f"DefaultTrainer, got a {type(cfg).__name__}"
+                f"DefaultTrainer, got a {type(cfg).__module__}.{type(cfg).__name__}. Of a copy of "
+                "Detectron2: docs/COMPATIBILITY.md#labgym"
             )
         start_logging(cfg.OUTPUT_DIR)
         cfg = with_memfit_keys(cfg)
@@ -139,13 +153,75 @@ class MemfitMixin(_Trainer):
         self._job_run = run = Run(Job.from_trainer(type(self), cfg))
         for part in ("model", "optimizer", "loader"):
             name = "build_train_loader" if part == "loader" else f"build_{part}"
-            self.__dict__[name] = run.building(part, getattr(self, name))
+            vars(self)[name] = self._noting_random_state(run.building(part, getattr(self, name)))
         return run.cfg
+
+    def _noting_random_state(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        def build_part(*args: Any, **kwargs: Any) -> Any:
+            part = build(*args, **kwargs)
+            self._random_state = torch.get_rng_state()
+            return part
+
+        return build_part
+
+    @property
+    def _trainer(self) -> Any:
+        try:
+            return vars(self)["_trainer"]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no _trainer yet") from None
+
+    @_trainer.setter
+    def _trainer(self, made: Any) -> None:
+        if type(made) in (SimpleTrainer, AMPTrainer):
+            trainer = AccumulatingTrainer.__new__(AccumulatingTrainer)
+        elif isinstance(made, AccumulatingTrainer):
+            trainer = made
+        else:
+            name = type(made).__name__
+            raise TypeError(
+                f"{name} runs the steps, and is not derived from AccumulatingTrainer: write class "
+                f"{name}(AccumulatingTrainer), or add it as the last base class. For losses of "
+                "your own: self._trainer = SimpleTrainer(model, data_loader, optimizer); "
+                "self._trainer.loss_fn = FUNCTION"
+            )
+        self._give_options(trainer, made)
+        vars(self)["_trainer"] = trainer
+
+    def _give_options(self, trainer: AccumulatingTrainer, made: SimpleTrainer) -> None:
+        """Initialise a trainer as another was made, with the options of the config."""
+        options = self._job_run.options
+        _check_made(made, options)
+        self._undo_first_draw()
+        kept = _KEPT if isinstance(made, AccumulatingTrainer) else ("gather_metric_period",)
+        given = {name: vars(made)[name] for name in kept if name in vars(made)}
+        base = {name: vars(made)[name] for name in vars(TrainerBase())}  # hooks, iterations
+        scaler = getattr(made, "grad_scaler", None)
+        AccumulatingTrainer.__init__(
+            trainer, made.model, made.data_loader, made.optimizer, **options, **given
+        )
+        vars(trainer).update(base)
+        if scaler is not None and scaler.is_enabled() and trainer.precision.scaler is not None:
+            trainer.precision.scaler = scaler
+        trainer.run = self._job_run
+        self._random_state = torch.get_rng_state()
+
+    def _undo_first_draw(self) -> None:
+        """Undo what the constructor of v0.6 draws for the workers that it starts, if no more was
+        drawn. The trainer with the options of the config draws it again.
+        """
+        if self._random_state is None:
+            return
+        now = torch.get_rng_state()
+        torch.set_rng_state(self._random_state)
+        torch.empty((), dtype=torch.int64).random_()
+        is_all = torch.equal(torch.get_rng_state(), now)
+        torch.set_rng_state(self._random_state if is_all else now)
 
     def _complete(self) -> None:
         """Check what the project's ``__init__`` made, and add checkpointers' parts and hooks."""
-        self._check_inner()
-        self._inner.run = self._job_run
+        if self._inner is self:
+            self._give_options(self, self)
         self._inner.optimizer.register_step_pre_hook(lambda *_: self._check_step())
         self._job_run.complete(
             self,
@@ -156,16 +232,6 @@ class MemfitMixin(_Trainer):
             MemfitCheckpointer.adopt(checkpointer)
             if checkpointer.save_dir and "trainer" not in checkpointer.checkpointables:
                 checkpointer.add_checkpointable("trainer", weakref.proxy(self))
-
-    def _check_inner(self) -> None:
-        if not any(self._inner is trainer for trainer in self._trainers):
-            name = type(self).__name__
-            inner = type(self._inner).__name__
-            raise TypeError(
-                f"{name} runs its steps by a {inner} that its __init__ does not make from a "
-                "SimpleTrainer. Write there: self._trainer = SimpleTrainer(model, data_loader, "
-                "optimizer). For losses of your own: self._trainer.loss_fn = FUNCTION"
-            )
 
     @property
     def _inner(self) -> Any:
@@ -179,7 +245,6 @@ class MemfitMixin(_Trainer):
 
     def before_train(self) -> None:
         self._has_started = False
-        self._check_inner()
         if self._inner is not self:
             self._job_run.start(self)
         super().before_train()  # of an AccumulatingTrainer, it starts the run too
@@ -231,6 +296,32 @@ class MemfitMixin(_Trainer):
             # It is in the optimizer's state. The scheduler sets it only when it steps.
             for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_lr()):
                 group["lr"] = lr
+
+
+def _check_made(made: SimpleTrainer, options: Mapping[str, Any]) -> None:
+    """Check that a project's inner trainer does not contradict the config."""
+    if getattr(made, "async_write_metrics", False):
+        raise ConfigError(
+            "async_write_metrics=True cannot be used: all ranks look at the losses before the "
+            "step, so that one that is not finite changes nothing. Leave it False"
+        )
+    dtype, steps = options["precision"].dtype, options["accumulation_steps"]
+    if type(made) is AMPTrainer and dtype == torch.float32:
+        logger.warning(
+            "AMPTrainer is made, and SOLVER.AMP.ENABLED is False: this run trains in float32. Set "
+            "it True for mixed precision, or make a SimpleTrainer"
+        )
+    if hasattr(made, "accumulation_steps"):
+        for name, given, asked, default in (
+            ("accumulation_steps", made.accumulation_steps, steps, 1),
+            ("precision", made.precision.dtype, dtype, torch.float32),
+            ("recovery", made.recovery is not None, options["recovery"] is not None, False),
+        ):
+            if given not in (asked, default):
+                raise ConfigError(
+                    f"AccumulatingTrainer is made with {name} {given}, and the config asks for "
+                    f"{asked}: leave {name} out there, and set it in the config"
+                )
 
 
 class MemfitTrainer(MemfitMixin, DefaultTrainer):

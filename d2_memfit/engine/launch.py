@@ -5,7 +5,6 @@ import logging
 import multiprocessing
 import os
 import tempfile
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Callable, Optional
 
@@ -18,7 +17,6 @@ from detectron2.utils import comm
 from .. import compat
 from ..common.checks import check_device
 from ..errors import ConfigError
-from ..memory import limit_cudnn_cache, limit_ideep_cache
 from .resuming import (
     end_with_launcher,
     leave_signals_to_launcher,
@@ -46,8 +44,7 @@ def launch(
     used. The same holds for any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
     MASTER_ADDR and MASTER_PORT. Without a GPU, ``num_gpus_per_machine`` processes share the CPU's
     cores and communicate over gloo. Ranks of torchrun that outnumber the GPUs use gloo too, because
-    NCCL refuses two ranks on one GPU. The ranks' libraries keep less for later
-    (:func:`~d2_memfit.memory.limit_cudnn_cache`, :func:`~d2_memfit.memory.limit_ideep_cache`).
+    NCCL refuses two ranks on one GPU.
 
     Args:
         main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args, timeout: as in
@@ -60,22 +57,17 @@ def launch(
         ConfigError: a launcher's variable is not a number, or is out of range.
         SystemExit: such a signal ended the processes. The status is 128 + its number.
     """
-    limit_cudnn_cache()
-    limit_ideep_cache()
-    num_ranks = num_gpus_per_machine * num_machines
+    ranks_here, num_ranks = num_gpus_per_machine, world_size(num_gpus_per_machine, num_machines)
     if _is_torchrun():
-        num_ranks = _variable("WORLD_SIZE", 1)
-        ranks_here = _variable("LOCAL_WORLD_SIZE", 1)
-        rank = _variable("RANK", 0, num_ranks)
-        local_rank = _variable("LOCAL_RANK", 0, ranks_here)
-        _variable("MASTER_PORT", 1, 2**16)
-        ranks = _Ranks("env://", num_ranks, ranks_here, rank - local_rank, timeout)
-        ranks.run(local_rank, main_func, args)
-    elif num_ranks <= 1:
+        ranks_here = _variable("LOCAL_WORLD_SIZE", range(1, num_ranks + 1))
+        local_rank = _variable("LOCAL_RANK", range(ranks_here))
+        first = _variable("RANK", range(num_ranks)) - local_rank
+        _run_rank(local_rank, "env://", num_ranks, ranks_here, first, timeout, main_func, args)
+    elif num_ranks == 1:
         main_func(*args)
-    elif torch.cuda.is_available() and num_gpus_per_machine > torch.cuda.device_count():
+    elif torch.cuda.is_available() and ranks_here > torch.cuda.device_count():
         raise ConfigError(
-            f"--num-gpus {num_gpus_per_machine}: there are {torch.cuda.device_count()} GPUs here. "
+            f"--num-gpus {ranks_here}: there are {torch.cuda.device_count()} GPUs here. "
             "Lower it, or make more visible (CUDA_VISIBLE_DEVICES)"
         )
     elif dist_url == "auto" and num_machines > 1:
@@ -84,12 +76,10 @@ def launch(
         # A file, unlike a port, is always free.
         with signals_passed_on(), tempfile.TemporaryDirectory() as folder:
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
-            ranks_here = num_gpus_per_machine
-            ranks = _Ranks(url, num_ranks, ranks_here, machine_rank * ranks_here, timeout)
+            first = machine_rank * ranks_here
+            of_each = (url, num_ranks, ranks_here, first, timeout, main_func, args)
             with signals_held_back():  # from processes that still import
-                started = mp.spawn(
-                    _run_spawned, args=(ranks, main_func, args), nprocs=ranks_here, join=False
-                )
+                started = mp.spawn(_run_rank, args=of_each, nprocs=ranks_here, join=False)
             while not started.join():
                 pass
 
@@ -101,7 +91,7 @@ def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
         ConfigError: WORLD_SIZE is not a valid number of ranks.
     """
     if _is_torchrun():
-        return _variable("WORLD_SIZE", 1)
+        return _variable("WORLD_SIZE", range(1, 2**16))
     return max(1, num_gpus_per_machine * num_machines)
 
 
@@ -128,82 +118,58 @@ def _is_torchrun() -> bool:
     return all(name in os.environ for name in names)
 
 
-def _variable(name: str, at_least: int, below: Optional[int] = None) -> int:
-    """Value of a variable set by a launcher.
-
-    Raises:
-        ConfigError: it is not a number in this range.
-    """
+def _variable(name: str, allowed: range) -> int:
+    """Value of a variable set by a launcher."""
     text = os.environ[name]
-    allowed = f"at least {at_least}" if below is None else f"{at_least} to {below - 1}"
-    if not text.strip().isdecimal() or not at_least <= int(text) < (below or int(text) + 1):
+    if not text.isdecimal() or int(text) not in allowed:
         raise ConfigError(
-            f"the environment variable {name} must be a number of {allowed}, got {text!r}. "
-            "torchrun sets it; unset it to start without a launcher"
+            f"the environment variable {name} must be a number of {allowed[0]} to {allowed[-1]}, "
+            f"got {text!r}. torchrun sets it; unset it to start without a launcher"
         )
     return int(text)
 
 
-@dataclass
-class _Ranks:
-    """How the ranks of this machine find the others."""
-
-    url: Optional[str]
-    num_ranks: int
-    ranks_here: int
-    first: int  # rank of the first one here
-    timeout: timedelta
-
-    def run(self, local_rank: int, main_func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Join the other ranks, and call the function."""
-        leave_signals_to_launcher()
-        end_with_launcher()
-        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        has_gpu = num_gpus >= self.ranks_here
-        if num_gpus:
-            torch.cuda.set_device(local_rank % num_gpus)
-        if num_gpus and not has_gpu and local_rank == 0:
-            logger.warning(
-                "%d ranks share %d GPUs, so they communicate over gloo, and each takes its own "
-                "memory there. Start as many ranks as there are GPUs",
-                self.ranks_here,
-                num_gpus,
-            )
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-        is_one_machine = self.ranks_here == self.num_ranks
-        is_counted = self.url == "env://" and restarts is not None and is_one_machine
-        dist.init_process_group(
-            "nccl" if has_gpu else "gloo",
-            init_method=None if is_counted else self.url,
-            store=_store_of_attempt(self.timeout, str(restarts)) if is_counted else None,
-            world_size=self.num_ranks,
-            rank=self.first + local_rank,
-            timeout=self.timeout,
-        )
-        compat.create_local_process_group(self.ranks_here)
-        comm.synchronize()
-        main_func(*args)
-        dist.destroy_process_group()
-
-
-def _run_spawned(
-    local_rank: int, ranks: _Ranks, main_func: Callable[..., Any], args: tuple[Any, ...]
+def _run_rank(
+    local_rank: int,
+    url: Optional[str],
+    num_ranks: int,
+    ranks_here: int,
+    first: int,
+    timeout: timedelta,
+    main_func: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    # As in a process that a person starts. A worker that is spawned, and gets a signal while it
-    # imports, leaves this process in a write to it for ever (multiprocessing/popen_spawn_posix.py).
-    multiprocessing.set_start_method(None, force=True)
-    if not torch.cuda.is_available():
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks.ranks_here))
-    ranks.run(local_rank, main_func, args)
-
-
-def _store_of_attempt(timeout: timedelta, attempt: str) -> dist.Store:
-    """A part of torchrun's store that earlier attempts have not written to.
-
-    Since PyTorch 2.5 torchrun keeps one store for all its restarts, with the addresses of ranks
-    that are dead: "Connection refused" (github.com/pytorch/pytorch/issues/135712). Restarts are
-    counted by each machine for itself, so this works on one machine only.
-    """
-    store, *_ = next(dist.rendezvous("env://", timeout=timeout))
-    store.set_timeout(timeout)
-    return dist.PrefixStore(f"attempt_{attempt}", store)
+    """Join the other ranks, and call the function. ``first`` is the first rank of this machine."""
+    if multiprocessing.parent_process() is not None:
+        # As in a process that a person starts. A worker that is spawned, and gets a signal while it
+        # imports, leaves this process in a write to it for ever (multiprocessing's
+        # popen_spawn_posix.py).
+        multiprocessing.set_start_method(None, force=True)
+        if not torch.cuda.is_available():
+            torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
+    leave_signals_to_launcher()
+    end_with_launcher()
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus:
+        torch.cuda.set_device(local_rank % num_gpus)
+    if 0 < num_gpus < ranks_here and local_rank == 0:
+        logger.warning(
+            "%d ranks share %d GPUs, so they communicate over gloo, and each takes its own memory "
+            "there. Start as many ranks as there are GPUs",
+            ranks_here,
+            num_gpus,
+        )
+    store, rank = None, first + local_rank
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if url == "env://" and attempt is not None and ranks_here == num_ranks:
+        # From PyTorch 2.5 on, torchrun keeps one store for all its restarts, with the addresses of
+        # dead ranks (pytorch#135712). Each machine counts restarts for itself.
+        store, *_ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        store, url = dist.PrefixStore(f"attempt_{attempt}", store), None
+    backend = "nccl" if num_gpus >= ranks_here else "gloo"
+    dist.init_process_group(backend, url, timeout, num_ranks, rank, store)
+    compat.create_local_process_group(ranks_here)
+    comm.synchronize()
+    main_func(*args)
+    dist.destroy_process_group()

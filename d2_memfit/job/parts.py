@@ -20,12 +20,12 @@ from ..errors import ConfigError
 from .lazy import LazyParts
 from .losses import LossFn
 
-__all__ = ["GivenParts", "Parts", "TrainerParts", "has_own_step"]
+__all__ = ["GivenParts", "Parts", "TrainerParts"]
 
 _KNOWN_STEPS = ("detectron2.engine.", "d2_memfit.")
 
 
-def has_own_step(trainer: Any) -> bool:
+def _has_own_step(trainer: Any) -> bool:
     """Whether a trainer's class, or one of its project's base classes, has a ``run_step``."""
     step = getattr(trainer, "run_step", None)
     return isinstance(step, FunctionType) and not step.__module__.startswith(_KNOWN_STEPS)
@@ -75,7 +75,7 @@ class TrainerParts:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """A line about the trainer's step, if that is the project's own."""
-        if not has_own_step(self.trainer):
+        if not _has_own_step(self.trainer):
             return ()
         if has_name(inspect.unwrap(self.trainer.run_step).__code__, "run_step"):
             return ()

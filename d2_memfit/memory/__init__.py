@@ -3,9 +3,7 @@
 
 from .allocator import *
 from .budget import *
-from .host import *
 from .meter import *
 from .oom import *
-from .owners import *
 from .readings import *
 from .run_record import *

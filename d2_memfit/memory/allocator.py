@@ -10,9 +10,7 @@ import numpy as np
 import torch
 
 __all__ = [
-    "limit_cudnn_cache",
-    "limit_ideep_cache",
-    "limit_onednn_cache",
+    "limit_library_caches",
     "segments_expand",
     "take_library_buffers",
     "use_expandable_segments",
@@ -25,17 +23,17 @@ _NEW_NAME = "PYTORCH_ALLOC_CONF"
 _READS_NEW_NAME = (2, 11)
 _OPTION = "expandable_segments:True"
 
-# oneDNN keeps the code of 1024 convolutions, one for each image size: some 400 MB after 120 sizes
-# of one convolution. With 64, a step of many sizes takes 5% more time.
-_ONEDNN_CONVOLUTIONS = "64"
-
-# ideep, between PyTorch and oneDNN, keeps 1024 more (pytorch#29893). With 64, a step takes as long.
-_IDEEP_CONVOLUTIONS = "64"
-
-# cuDNN keeps up to 10,000 plans of convolutions in each thread that runs some, 200 KB of the host's
-# memory each (ATen/native/cudnn/Conv_v8.cpp): one for each convolution, direction and size of
-# images. The forward and the backward have a thread each. A step of an R50-FPN needs some 200.
-_CUDNN_PLANS = "2000"
+# Entries of caches that libraries never empty, and that count towards a budget.
+_CACHES = {
+    # oneDNN keeps the code of 1024 convolutions, one for each image size: some 400 MB after 120
+    # sizes of one convolution. With 64, a step of many sizes takes 5% more time.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    # ideep, between PyTorch and oneDNN, keeps 1024 more (pytorch#29893).
+    "LRU_CACHE_CAPACITY": "64",
+    # cuDNN keeps 10,000 plans of convolutions in each thread, 200 KB of the host's memory each
+    # (ATen/native/cudnn/Conv_v8.cpp). A step of an R50-FPN needs some 200.
+    "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT": "2000",
+}
 
 # Numbers for each thread, from which on PyTorch uses all its threads (at::internal::GRAIN_SIZE).
 _PARALLEL_FROM = 2**15
@@ -48,7 +46,7 @@ def use_expandable_segments() -> None:
     not change.
     """
     if not torch.cuda.is_initialized() and _options() is None:
-        os.environ[_NAME] = _options_under_budget()
+        os.environ[_NAME] = _OPTION
 
 
 def segments_expand(under_budget: bool = True) -> bool:
@@ -61,52 +59,25 @@ def segments_expand(under_budget: bool = True) -> bool:
     """
     options = _options()
     if options is None and under_budget and not torch.cuda.is_initialized():
-        options = _options_under_budget()
+        options = _OPTION
     return sys.platform == "linux" and _OPTION in (options or "").replace(" ", "")
 
 
 def _options() -> Optional[str]:
     """The options that this PyTorch reads: the first that are set."""
-    names = [_NAME]
-    if torch.version.hip:
-        names.append("PYTORCH_HIP_ALLOC_CONF")
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= _READS_NEW_NAME:
-        names.append(_NEW_NAME)
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    names = [_NAME, _NEW_NAME] if release >= _READS_NEW_NAME else [_NAME]
     return next(filter(None, map(os.environ.get, names)), None)
 
 
-def _options_under_budget() -> str:
-    """The user's options under a name that this PyTorch does not read, or ours."""
-    return os.environ.get(_NEW_NAME) or _OPTION
+def limit_library_caches() -> None:
+    """Limit the caches of oneDNN, ideep and cuDNN, unless the user has set a limit.
 
-
-def limit_onednn_cache() -> None:
-    """Limit oneDNN's cache of convolution code, unless the user has set a limit, and ideep's.
-
-    oneDNN reads the limit at the first convolution on the CPU. The code counts towards a budget,
-    and nothing empties the cache. Without memory for it, some convolutions crash, not only fail. In
-    oneDNN 3, brgemm_convolution_bwd_strided calls a kernel that was not made: SIGSEGV in
-    brgemm_kernel_execute, on CPUs with AVX-512.
+    They read it at the first convolution. Without memory for its cache, oneDNN may crash, not only
+    fail: brgemm_convolution_bwd_strided calls a kernel that was not made, on CPUs with AVX-512.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _ONEDNN_CONVOLUTIONS)
-    limit_ideep_cache()
-
-
-def limit_ideep_cache() -> None:
-    """Limit ideep's cache of convolutions on the CPU, unless the user has set a limit.
-
-    PyTorch reads the limit at the process's first convolution on the CPU, or when the number of
-    threads is first set.
-    """
-    os.environ.setdefault("LRU_CACHE_CAPACITY", _IDEEP_CONVOLUTIONS)
-
-
-def limit_cudnn_cache() -> None:
-    """Limit cuDNN's cache of convolution plans, unless the user has set a limit.
-
-    PyTorch reads the limit at the process's first convolution on a GPU.
-    """
-    os.environ.setdefault("TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT", _CUDNN_PLANS)
+    for name, limit in _CACHES.items():
+        os.environ.setdefault(name, limit)
 
 
 @cache

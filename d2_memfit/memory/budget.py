@@ -14,9 +14,8 @@ import torch.distributed as dist
 from ..common.checks import fits
 from ..common.units import GB
 from ..errors import ConfigError
-from .allocator import limit_onednn_cache, take_library_buffers
-from .host import available_host_bytes
-from .readings import process_memory
+from .allocator import limit_library_caches, take_library_buffers
+from .readings import available_host_bytes, process_memory
 
 __all__ = [
     "auto_budget_gb",
@@ -51,8 +50,8 @@ _M_MMAP_THRESHOLD = -3  # <malloc.h>
 # Share of a card: a smaller difference between two limits is not logged.
 _SAME_SHARE = 0.002
 
-# By device, the limit that a budget has replaced, and the one that was set in its place.
-_limits: dict[str, tuple[Any, Any]] = {}
+# By device, the limit that a budget has replaced.
+_replaced: dict[str, Any] = {}
 
 # By GPU, bytes that other processes take; the least that this process has ever seen.
 _others: dict[int, int] = {}
@@ -86,9 +85,8 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
     """
     kind = torch.device(device).type
     if kind == "cuda" and torch.cuda.is_available():
-        index = _index(device)
-        free = torch.cuda.mem_get_info(index)[0] - _FREE_ON_GPU_GB * GB
-        taken = torch.cuda.memory_reserved(index) + cuda_context_bytes(index)
+        free = torch.cuda.mem_get_info(_index(device))[0] - _FREE_ON_GPU_GB * GB
+        taken = torch.cuda.memory_reserved(_index(device)) + cuda_context_bytes(device)
     elif kind == "cpu":
         taken = process_memory().data_bytes
         free = (available_host_bytes() - _FREE_ON_HOST_GB * GB) / ranks_here - host_bytes
@@ -134,11 +132,9 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
             more already. The limit then does not change.
     """
     check_budget(budget_gb)
-    if isinstance(budget_gb, str):
-        raise ConfigError("enforce_budget needs a number of GB; auto_budget_gb measures one")
     kind = torch.device(device).type
-    if kind == "cuda" and (budget_gb is not None or _limits):
-        _limit_cuda(budget_gb, _index(device))
+    if kind == "cuda" and (budget_gb is not None or _replaced):
+        _limit_cuda(budget_gb, device)
     elif kind == "cpu" and sys.platform == "linux":
         _limit_process(budget_gb)
     elif budget_gb is not None:
@@ -156,9 +152,9 @@ def return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-def cuda_context_bytes(device: Union[torch.device, int]) -> int:
+def cuda_context_bytes(device: Union[torch.device, str]) -> int:
     """GPU memory of the process without its tensors; an upper limit if others use the GPU."""
-    index = device if isinstance(device, int) else _index(str(device))
+    index = _index(device)
     free, total = torch.cuda.mem_get_info(index)
     taken = total - free - torch.cuda.memory_reserved(index)
     has_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
@@ -168,56 +164,89 @@ def cuda_context_bytes(device: Union[torch.device, int]) -> int:
     return min(taken - _others[index], int((_LARGEST_GROWN_GB + nccl_gb) * GB))
 
 
-def _index(device: str) -> int:
+def _index(device: Union[torch.device, str]) -> int:
     index = torch.device(device).index
     return torch.cuda.current_device() if index is None else index
 
 
-def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
+def _limit_cuda(budget_gb: Optional[float], device: str) -> None:
+    index = _index(device)
     # PyTorch before 2.7 does not say what the share is; it is 1 unless somebody has set one.
-    now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    before = _before(f"cuda:{device}", now)
-    share = before if budget_gb is None else min(_share(budget_gb, device), before)
-    torch.cuda.set_per_process_memory_fraction(share, device)
-    _remember(f"cuda:{device}", before, share, budget_gb)
-    if budget_gb is not None and abs(share - now) > _SAME_SHARE:
-        total = torch.cuda.mem_get_info(device)[1] / GB
-        set_now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: share)(device)
-        logger.info(
-            "MEMFIT.BUDGET_GB %.4g on cuda:%d: PyTorch's allocator may take %.2f GB, and %.2f GB "
-            "are taken outside of it",
-            budget_gb,
-            device,
-            set_now * total,
-            cuda_context_bytes(device) / GB,
-        )
-
-
-def _share(budget_gb: float, device: int) -> float:
-    """Share of the card's memory for tensors: the budget less the context."""
-    free, total = (n / GB for n in torch.cuda.mem_get_info(device))
+    now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(index)
+    if budget_gb is None:
+        torch.cuda.set_per_process_memory_fraction(_replaced.pop(f"cuda:{index}", now), index)
+        return
+    free, total = (n / GB for n in torch.cuda.mem_get_info(index))
     if budget_gb > total:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} is more than the {total:.2f} GB of "
-            f"{torch.cuda.get_device_name(device)}. Name the card's size: --card 6GB for one that "
+            f"{torch.cuda.get_device_name(index)}. Name the card's size: --card 6GB for one that "
             "is sold with 6 GB"
         )
-    taken = total - free - torch.cuda.memory_reserved(device) / GB
     context = cuda_context_bytes(device) / GB
     if budget_gb <= context:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} does not hold the CUDA context, {context:.2f} GB. "
             "Give more"
         )
-    available = total - taken + context
+    available = free + torch.cuda.memory_reserved(index) / GB + context
     if available < budget_gb:
         logger.warning(
-            "MEMFIT.BUDGET_GB %g: other processes use the GPU, and only %.2f GB are left. "
-            "End them (nvidia-smi), or lower the budget",
+            "MEMFIT.BUDGET_GB %g: other processes use the GPU, and only %.2f GB are left. End them "
+            "(nvidia-smi), or lower the budget",
             budget_gb,
             available,
         )
-    return (budget_gb - context) / total
+    limit_library_caches()
+    share = min((budget_gb - context) / total, _replaced.setdefault(f"cuda:{index}", now))
+    torch.cuda.set_per_process_memory_fraction(share, index)
+    if abs(share - now) > _SAME_SHARE:
+        logger.info(
+            "MEMFIT.BUDGET_GB %.4g on cuda:%d: PyTorch's allocator may take %.2f GB, and %.2f GB "
+            "are taken outside of it",
+            budget_gb,
+            index,
+            share * total,
+            context,
+        )
+
+
+def _limit_process(budget_gb: Optional[float]) -> None:
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if budget_gb is None:
+        resource.setrlimit(resource.RLIMIT_DATA, (_replaced.pop("cpu", soft), hard))
+        return
+    limit_library_caches()
+    take_library_buffers()
+    taken = process_memory().data_bytes
+    if budget_gb * GB <= taken:
+        raise ConfigError(
+            f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {taken / GB:.2f} GB that the "
+            "process takes before training"
+        )
+    return_large_blocks()
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # oneDNN may crash, see limit_library_caches
+    limit = int(min(budget_gb * GB, _limit_of_process()))
+    if limit < int(budget_gb * GB):
+        logger.warning(
+            "MEMFIT.BUDGET_GB %g: the process is limited to %.2f GB already (ulimit -d). Plan for "
+            "that, or raise it",
+            budget_gb,
+            limit / GB,
+        )
+    _replaced.setdefault("cpu", soft)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    if limit != soft:
+        logger.info(
+            "MEMFIT.BUDGET_GB %.4g on the CPU: the process may take %.2f GB of private memory, and "
+            "has taken %.2f GB",
+            budget_gb,
+            limit / GB,
+            taken / GB,
+        )
 
 
 def _limit_of_process() -> float:
@@ -226,58 +255,6 @@ def _limit_of_process() -> float:
         return math.inf
     import resource
 
-    limit = _before("cpu", resource.getrlimit(resource.RLIMIT_DATA)[0])
-    return math.inf if limit == resource.RLIM_INFINITY else limit
-
-
-def _limit_process(budget_gb: Optional[float]) -> None:
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    before = _before("cpu", soft)
-    limit = before
-    if budget_gb is not None:
-        limit_onednn_cache()
-        take_library_buffers()
-        data_bytes = process_memory().data_bytes
-        if budget_gb * GB <= data_bytes:
-            raise ConfigError(
-                f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {data_bytes / GB:.2f} GB "
-                "that the process takes before training"
-            )
-        return_large_blocks()
-        if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-            faulthandler.enable(sys.__stderr__)  # oneDNN may crash, see limit_onednn_cache
-        limits = [n for n in (before, hard) if n != resource.RLIM_INFINITY]
-        limit = min([int(budget_gb * GB), *limits])
-        if limit < int(budget_gb * GB):
-            logger.warning(
-                "MEMFIT.BUDGET_GB %g: the process is limited to %.2f GB already (ulimit -d). "
-                "Plan for that, or raise it",
-                budget_gb,
-                limit / GB,
-            )
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    _remember("cpu", before, limit, budget_gb)
-    set_now = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if budget_gb is not None and set_now != soft:
-        logger.info(
-            "MEMFIT.BUDGET_GB %.4g on the CPU: the process may take %.2f GB of private memory, and "
-            "has taken %.2f GB",
-            budget_gb,
-            set_now / GB,
-            process_memory().data_bytes / GB,
-        )
-
-
-def _before(device: str, now: Any) -> Any:
-    """The limit without a budget: the replaced one, unless somebody has set another."""
-    before, ours = _limits.get(device, (now, now))
-    return before if math.isclose(now, ours, rel_tol=1e-6) else now
-
-
-def _remember(device: str, before: Any, limit: Any, budget_gb: Optional[float]) -> None:
-    if budget_gb is None:
-        _limits.pop(device, None)
-    else:
-        _limits[device] = before, limit
+    limits = (_replaced.get("cpu", soft), hard)
+    return min([limit for limit in limits if limit != resource.RLIM_INFINITY], default=math.inf)

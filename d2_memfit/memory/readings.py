@@ -1,22 +1,35 @@
 # Copyright (c) the d2_memfit developers.
-"""Readings of the memory that the process takes of the host and of a device."""
+"""Readings of the memory that the process takes of the host and of a device, and what is left."""
 
 import ctypes
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import psutil
 import torch
 
-__all__ = ["PEAK_LAG_BYTES", "DeviceMemory", "ProcessMemory", "device_memory"]
-__all__ += ["process_memory", "used_bytes"]
+__all__ = ["PEAK_LAG_BYTES", "DeviceMemory", "ProcessMemory"]
+__all__ += ["available_host_bytes", "device_memory", "process_memory", "used_bytes"]
 
 # On Linux, the peak of a process may rise by this much after memory was freed.
 PEAK_LAG_BYTES = 2**20
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# A cgroup's files of its limit and its use, v2 or v1, and the name of its cached files in
+# memory.stat. They count as used, but are dropped when RAM is needed.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+# struct mallinfo2 of glibc's malloc.h.
+_MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
 @dataclass(frozen=True)
@@ -44,12 +57,8 @@ def process_memory(pid: Union[int, str, None] = "self") -> ProcessMemory:
     with suppress(OSError):
         text = Path(f"/proc/{pid}/status").read_text()
     kib = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
-    return ProcessMemory(
-        resident_bytes=int(kib.get("VmRSS", 0)) * 2**10,
-        peak_resident_bytes=int(kib.get("VmHWM", 0)) * 2**10,
-        anonymous_bytes=int(kib.get("RssAnon", 0)) * 2**10,
-        data_bytes=int(kib.get("VmData", 0)) * 2**10,
-    )
+    names = ("VmRSS", "VmHWM", "RssAnon", "VmData")
+    return ProcessMemory(*(int(kib.get(name, 0)) * 2**10 for name in names))
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
@@ -61,13 +70,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
             torch.cuda.max_memory_allocated(device),
             torch.cuda.max_memory_reserved(device),
         )
-    process = process_memory()
-    return DeviceMemory(
-        process.resident_bytes,
-        process.data_bytes,
-        process.peak_resident_bytes,
-        process.data_bytes,
-    )
+    own = process_memory()
+    peak = own.peak_resident_bytes
+    return DeviceMemory(own.resident_bytes, own.data_bytes, peak, own.data_bytes)
 
 
 def used_bytes(device: torch.device) -> int:
@@ -77,39 +82,52 @@ def used_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    if _mallinfo is None:
+    mallinfo = _mallinfo()
+    if mallinfo is None:
         return process_memory().resident_bytes
-    info = _mallinfo()
+    info = mallinfo()
     return info.uordblks + info.hblkhd
 
 
-class _MallocInfo(ctypes.Structure):
-    """``struct mallinfo2`` of glibc's malloc.h."""
-
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    ]
-
-
-def _find_mallinfo() -> Optional[Callable[..., Any]]:
-    if sys.platform != "linux":
+@cache
+def _mallinfo() -> Optional[Callable[[], Any]]:
+    """glibc's function, from 2.33 on."""
+    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"):
         return None
-    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # from glibc 2.33 on
-    if mallinfo is not None:
-        mallinfo.restype = _MallocInfo
+    fields = [(name, ctypes.c_size_t) for name in _MALLINFO.split()]
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = type("MallocInfo", (ctypes.Structure,), {"_fields_": fields})
     return mallinfo
 
 
-_mallinfo = _find_mallinfo()
+def available_host_bytes() -> int:
+    """RAM that processes can still take without swapping, in bytes.
+
+    A container, systemd or Slurm may set limits (cgroup v2 or v1), which psutil does not know. Then
+    it is what they leave in this process's cgroups, and in those above.
+    """
+    left = [psutil.virtual_memory().available]
+    for folder in _own_cgroups():
+        for limit, usage, files in _CGROUP_FILES:
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                free = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                cached = 0
+                with suppress(OSError, ValueError):
+                    lines = (folder / "memory.stat").read_text().splitlines()
+                    cached = int(dict(line.split() for line in lines).get(files, 0))
+                left.append(max(free + cached, 0))
+    return min(left)
+
+
+def _own_cgroups() -> Iterator[Path]:
+    # Lines such as "0::/user.slice" (v2) and "4:memory:/docker/1f2e" (v1). In a container the path
+    # may be the host's, which does not exist here: then the uppermost folder is the container's.
+    lines: list[str] = []
+    with suppress(OSError):  # not Linux
+        lines = _OWN_CGROUPS.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            root = _CGROUPS / controllers
+            own = root / path.lstrip("/")
+            yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))

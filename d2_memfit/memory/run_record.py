@@ -1,11 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """The record of the peaks of a training run."""
 
-import contextlib
 import json
 import os
 import platform
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -44,8 +42,6 @@ class RunRecord:
             NCCL, or None if other processes use the GPU. On the CPU it is the private memory of the
             process before training.
         expandable_segments: whether segments of the allocator grew.
-        predicted_gb: allocated, reserved and outside as the plan predicted them for the largest
-            images; empty without a plan.
     """
 
     date: str
@@ -60,7 +56,6 @@ class RunRecord:
     reserved_bytes: int
     outside_bytes: Optional[int]
     expandable_segments: bool
-    predicted_gb: list[float]
 
     @property
     def has_budget(self) -> bool:
@@ -96,27 +91,10 @@ def device_and_software(device: torch.device) -> dict[str, Any]:
     """The device, and the software that decides about memory, to which a record applies."""
     here: dict[str, Any] = {"d2_memfit": __version__, "torch": torch.__version__}
     if device.type != "cuda":
-        here.update(device=_cpu_name(), cores=os.cpu_count())
+        here.update(device=platform.machine(), cores=os.cpu_count())
         here["memory_mb"] = psutil.virtual_memory().total // MB
         return here
     properties = torch.cuda.get_device_properties(device)
     here.update(device=properties.name, memory_mb=properties.total_memory // MB)
-    here.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version(), driver=_driver())
+    here.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
     return here
-
-
-def _cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine()
-
-
-def _driver() -> str:
-    """Version of NVIDIA's driver; "" if it is not known."""
-    with contextlib.suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text)
-        return found[1] if found else ""
-    return ""

@@ -19,7 +19,7 @@ from ..config import with_memfit_keys, with_settings
 from ..errors import ConfigError, MemfitError
 from ..job import Job, size_of, with_overrides
 from ..memory import (
-    limit_onednn_cache,
+    limit_library_caches,
     return_large_blocks,
     segments_expand,
     use_expandable_segments,
@@ -111,7 +111,7 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
     on_cpu = torch.device(job.cfg.MODEL.DEVICE).type == "cpu"
     if on_cpu:
         return_large_blocks()  # memory used here must not count towards the budget later
-        limit_onednn_cache()
+        limit_library_caches()
     device = DeviceModel.choose(None, job.cfg.MODEL.DEVICE)  # now: a CPU's context is this process
     with one_line_errors():
         key = _key_of(cfg, job)

@@ -102,7 +102,6 @@ _CHECKS: dict[str, Check] = {
     ),
     "MEMFIT.MONITOR.PERIOD": _or_none(check_positive_int),
     "MEMFIT.MONITOR.LEAK_WINDOW": _or_none(partial(check_int, at_least=40)),
-    "MEMFIT.MONITOR.SNAPSHOT_ITER": _or_none(partial(check_int, at_least=0)),
     "MEMFIT.PLAN.PREDICTED_GB": must(
         "three numbers of GB, as a plan writes them, or []",
         lambda value: fits(value, list[float]) and len(value) in (0, 3),

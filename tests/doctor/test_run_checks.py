@@ -215,7 +215,7 @@ def test_a_loop_that_steps_itself_is_told(coins):
     found = runs_of(coins, NoHooksAndNoSteps)["resume"]
     assert found.is_well is False
     assert found.text.startswith("SOLVER.ACCUMULATION_STEPS 2, MEMFIT.OOM.POLICY split: ")
-    assert "NoHooksAndNoSteps.train does not call self.run_step()" in found.text
+    assert "NoHooksAndNoSteps steps without self._trainer.run_step()" in found.text
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,16 @@ import signal
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
-from detectron2.engine import DefaultTrainer, hooks
-from detectron2.engine.defaults import default_writers
 from detectron2.utils import comm
-from detectron2.utils.events import EventStorage
 from resumed import coins_cfg
 from tiny import read_metrics
 
-from d2_memfit import AccumulatingTrainer, Job, MemfitMixin
+from d2_memfit import AccumulatingTrainer
 from d2_memfit.cli import train as command
 from d2_memfit.cli import train_lazy
 from d2_memfit.common.files import FolderLock
 from d2_memfit.config import load_cfg
 from d2_memfit.data import register_coco
-from d2_memfit.engine import MemfitCheckpointer, build_trainer
 from d2_memfit.errors import MemfitError, one_line
 from d2_memfit.memory import enforce_budget, process_memory
 from d2_memfit.settings import lazy_name, overrides_of
@@ -94,56 +90,19 @@ def cfg_of(folder, keys):
     return cfg
 
 
-def by_mixin(folder, keys, resume):
-    class Project(DefaultTrainer):
-        build_evaluator = command.Trainer.build_evaluator
-
-    class Trainer(MemfitMixin, Project):
-        pass
-
-    trainer = Trainer(cfg_of(folder, keys))
-    trainer.resume_or_load(resume=resume)
-    trainer.train()
-
-
-def by_build_trainer(folder, keys, resume):
-    job = Job.from_trainer(command.Trainer, cfg_of(folder, keys))
-    trainer = build_trainer(job)
-    checkpointer = MemfitCheckpointer(trainer.model, str(folder), trainer=trainer)
-    is_main = comm.is_main_process()
-    writers = default_writers(str(folder)) if is_main else []
-    trainer.register_hooks(
-        [
-            hooks.PeriodicCheckpointer(checkpointer, 100) if is_main else None,
-            hooks.EvalHook(
-                job.cfg.TEST.EVAL_PERIOD, lambda: command.Trainer.test(job.cfg, trainer.model)
-            ),
-            hooks.PeriodicWriter(writers, 1) if is_main else None,
-        ]
-    )
-    start = checkpointer.resume_or_load("", resume=resume).get("iteration", -1) + 1
-    trainer.train(start, job.cfg.SOLVER.MAX_ITER)
-
-
-def by_command(folder, keys, resume, trainer=command.Trainer):
+def by_command(folder, keys, resume):
     file = folder / f"command_{comm.get_rank()}.yaml"
     file.write_text(cfg_of(folder, keys).dump())
     args = command.argument_parser().parse_args(["--config-file", str(file)])
     args.resume, args.notes = resume, []
     cfg = load_cfg(args.config_file)
     cfg.freeze()
-    command.main(args, cfg, cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS, trainer)
-
-
-def by_script(folder, keys, resume):
-    class Trainer(command.Trainer):
-        pass
-
-    by_command(folder, keys, resume, Trainer)
+    batch = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
+    command.main(args, cfg, batch, command.Trainer)
 
 
 def by_lazy_config(folder, keys, resume):
-    file = folder / "config.py"
+    file = folder / f"config_{comm.get_rank()}.py"
     file.write_text(LAZY.replace("FOLDER", str(folder)))
     args = command.argument_parser().parse_args(["--config-file", str(file)])
     places = {"train.accumulation_steps": 2}
@@ -157,7 +116,7 @@ def by_lazy_config(folder, keys, resume):
     train_lazy.main(args)
 
 
-WAYS = [by_mixin, by_build_trainer, by_command, by_script, by_lazy_config]
+WAYS = [by_command, by_lazy_config]  # a MemfitTrainer, and build_trainer
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: way.__name__)
@@ -198,12 +157,6 @@ def test_what_cannot_work_is_an_error(way, row, coins, tmp_path):
         text = re.sub(r"MEMFIT\.[A-Z_.]+", lambda key: lazy_name(key[0]), text)
     assert text in error_of(way, tmp_path, keys)
     assert not list(tmp_path.glob("*.pth"))
-
-
-@pytest.mark.parametrize("way", [by_mixin, by_build_trainer])
-def test_ways_that_do_not_plan_say_so(way, coins, tmp_path):
-    keys = {"MEMFIT.PLAN.ENABLED": True, "MEMFIT.BUDGET_GB": budget_gb()}
-    assert "MEMFIT.PLAN.ENABLED True: a trainer does not plan" in error_of(way, tmp_path, keys)
 
 
 def budget_gb():
@@ -348,25 +301,3 @@ def test_a_rank_that_cannot_begin_ends_all(way, coins, tmp_path, two_ranks):
     one, other = two_ranks.run(train_in_a_folder_in_use, way, tmp_path, coins)
     assert one.startswith(f"OUTPUT_DIR {tmp_path} is in use by process")
     assert other == f"rank 0 cannot start the run: {one}"
-
-
-def loop_in_two_folders(rank, folder, coins):
-    """A loop of one's own, which calls ``run_step`` alone."""
-    known(coins)
-    trainer = build_trainer(Job.from_cfg(cfg_of(folder, {})))
-    with EventStorage(3 * rank):
-        try:
-            trainer.run_step()
-        except MemfitError as e:
-            return one_line(e)
-
-
-def test_also_in_a_loop_of_ones_own(coins, tmp_path, two_ranks):
-    for error in two_ranks.run(loop_in_two_folders, tmp_path, coins):
-        assert "[0, 3]" in error
-
-
-def test_a_monitor_in_a_loop_without_hooks_is_an_error(coins, tmp_path):
-    job = Job.from_cfg(cfg_of(tmp_path, {"MEMFIT.MONITOR.PERIOD": 1}))
-    with EventStorage(), pytest.raises(MemfitError, match=r"MONITOR is on, and a loop of run_step"):
-        build_trainer(job).run_step()

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from detectron2.engine import AMPTrainer, SimpleTrainer
+from detectron2.engine.hooks import CallbackHook
 from detectron2.utils.events import EventStorage
 from injection import InjectedTrainer, Injector, iterate, seed_all
 from made_up_card import made_up_card
@@ -466,10 +467,11 @@ def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, 
 
 @on_a_made_up_card_too
 def test_a_snapshot_has_owners_and_pytorchs_own_snapshot_with_it(device, tmp_path):
-    run_with_hooks(device, MemorySnapshot(str(tmp_path), iteration=1))
-    snapshot = json.loads((tmp_path / "memfit_memory_1.json").read_text())
-    assert snapshot["owners"]["parameters"] > 0
-    assert (tmp_path / "memfit_memory_1.pickle").exists() == (device.type == "cuda")
+    snapshot = MemorySnapshot(str(tmp_path))
+    run_with_hooks(device, snapshot, CallbackHook(before_step=lambda _: snapshot._write()))
+    owners = json.loads((tmp_path / "memfit_oom_1.json").read_text())["owners"]
+    assert owners["parameters"] > 0
+    assert (tmp_path / "memfit_oom_1.pickle").exists() == (device.type == "cuda")
 
 
 def test_a_healthy_run_causes_no_warning_of_a_leak(device):

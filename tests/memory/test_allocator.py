@@ -35,17 +35,9 @@ def test_options_of_the_user_stay_by_a_name_that_pytorch_reads(monkeypatch, name
     is_read = name == NAMES[0] or release.startswith("2.14")
     assert segments_expand(under_budget=False) == is_read
     monkeypatch.setenv(name, "max_split_size_mb:64")
-    assert not segments_expand()
     use_expandable_segments()
-    read = os.environ.get(NAMES[0]) or (os.environ[NAMES[1]] if is_read else "")
-    assert read == "max_split_size_mb:64"
-    assert not segments_expand()
-
-
-def test_of_two_names_the_first_counts(monkeypatch):
-    monkeypatch.setenv(NAMES[0], "max_split_size_mb:64")
-    monkeypatch.setenv(NAMES[1], "expandable_segments:True")
-    assert not segments_expand()
+    assert (os.environ.get(NAMES[0]) == "expandable_segments:True") is not is_read
+    assert segments_expand() is not is_read
 
 
 @pytest.mark.usefixtures("cuda_has_started")

@@ -1,0 +1,329 @@
+# Copyright (c) the d2_memfit developers.
+"""Hooks that watch the memory of a run."""
+
+import gc
+import json
+import logging
+import os
+import statistics
+from collections import Counter
+from contextlib import suppress
+from itertools import combinations
+from multiprocessing import active_children
+from typing import Any, Optional
+
+import psutil
+import torch
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+from detectron2.utils.file_io import PathManager
+from torch import nn
+
+from .. import compat, memory
+from ..common.units import GB, MB
+from ..compat.pytorch import dump_memory_snapshot, record_memory_history
+
+__all__ = ["EnforceBudget", "LeakDetector", "MemoryHook", "MemoryMonitor", "MemorySnapshot"]
+
+logger = logging.getLogger(__name__)
+
+# EnforceBudget: the first iterations load kernels, cuBLAS handles and NCCL buffers.
+_FIRST_ITERATIONS = 10
+_ENFORCE_PERIOD = 100  # iterations
+# LeakDetector: growth that counts, per iteration, and parts of a window.
+_LEAST_MB = 2**-7
+_NUM_BLOCKS = 20
+# MemorySnapshot: files of a run, tensors in each, and entries of the allocator, some 100 MB.
+_MOST_SNAPSHOTS = 3
+_MOST_TENSORS = 50
+_MOST_HISTORY = 100_000
+
+
+class MemoryHook(HookBase):
+    """A hook that knows the model and its device, and runs after each forward, too."""
+
+    _inner: Any = None  # the trainer that has model and optimizer, once training has begun
+    _model: nn.Module
+    _device: torch.device
+    _forward_hook: Any = None
+
+    def before_train(self) -> None:
+        self._inner = compat.inner_trainer(self.trainer)
+        self._model = compat.without_ddp(self._inner.model)
+        self._device = next(self._model.parameters()).device
+        self._forward_hook = self._model.register_forward_hook(self.after_forward)
+
+    def after_train(self) -> None:
+        if self._forward_hook is not None:  # an error may come before this hook's before_train
+            self._forward_hook.remove()
+
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Called as a forward hook of the model, which has no DDP around it."""
+
+
+class EnforceBudget(MemoryHook):
+    """Lowers the limit of a GPU's allocator as memory outside it grows.
+
+    The limit set at the start cannot include kernels and buffers that are loaded at first use. This
+    memory is measured after each forward and step of the first 10 iterations, then every 100.
+
+    Args:
+        budget_gb, device: as for :func:`~d2_memfit.memory.enforce_budget`.
+    """
+
+    def __init__(self, budget_gb: float, device: str) -> None:
+        self._budget = budget_gb, device
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1 - self.trainer.start_iter
+        if done <= _FIRST_ITERATIONS or done % _ENFORCE_PERIOD == 0:
+            memory.enforce_budget(*self._budget)
+        if done == _FIRST_ITERATIONS:
+            self._forward_hook.remove()  # later forwards load nothing new
+
+    def after_forward(self, *_: Any) -> None:
+        memory.enforce_budget(*self._budget)
+
+
+class MemoryMonitor(MemoryHook):
+    """Reports the memory of all ranks to the event storage and the log.
+
+    Every ``period`` iterations the storage gets these values, in GB (2^30 bytes) if they end in
+    ``_gb``:
+
+    - ``memfit/allocated_gb``, ``memfit/reserved_gb``, and ``memfit/allocated_peak_gb``,
+      ``memfit/reserved_peak_gb``, their peaks since the last report;
+    - ``memfit/host_rss_gb``, the trainer's RAM on the host; ``memfit/workers_rss_gb``, that of its
+      loader's workers, and ``memfit/workers_private_gb``, without what they share;
+    - ``memfit/fragmentation``: reserved minus allocated, over reserved;
+    - ``memfit/budget_used``: peak reserved over the budget;
+    - ``memfit/alloc_retries``: total number of allocation retries.
+
+    With several ranks each value is the largest; ``..._min`` and ``..._mean`` are added.
+
+    Peak statistics are never reset. A peak since the last report is the device's own peak if that
+    has risen. Otherwise it is the largest value at the end of a forward or a step.
+
+    On the CPU, allocated is the process's RAM, and reserved is what the kernel's limit counts.
+
+    Register it on all ranks, before the hook that writes.
+
+    Args:
+        period: iterations between reports.
+        budget_gb: MEMFIT.BUDGET_GB.
+    """
+
+    def __init__(self, period: int, budget_gb: Optional[float] = None) -> None:
+        self._period = period
+        self._budget_gb = budget_gb
+        self._seen = [0, 0]  # most bytes since the last report: allocated, reserved
+        self._ever = [0, 0]
+
+    def before_train(self) -> None:
+        super().before_train()
+        now = memory.device_memory(self._device)
+        self._ever = [now.peak_allocated_bytes, now.peak_reserved_bytes]
+
+    def after_step(self) -> None:
+        self.after_forward()
+        if (self.trainer.iter + 1) % self._period and self.trainer.iter + 1 < self.trainer.max_iter:
+            return
+        ranks = comm.gather(self._values())
+        if not comm.is_main_process():
+            return
+        for name in ranks[0]:
+            values = [rank[name] for rank in ranks]
+            found = {"": max(values)}
+            if len(ranks) > 1:
+                found |= {"_min": min(values), "_mean": statistics.mean(values)}
+            for kind, value in found.items():
+                storage = self.trainer.storage
+                storage.put_scalar(f"memfit/{name}{kind}", value, smoothing_hint=False)
+        used = max(rank["reserved_peak_gb"] for rank in ranks)
+        budget = f"/{self._budget_gb:.1f}" if self._budget_gb else ""
+        logger.info("Memory until iteration %d: %.1f%s GB", self.trainer.iter, used, budget)
+
+    def after_forward(self, *_: Any) -> None:
+        now = memory.device_memory(self._device)
+        lag = 0 if self._device.type == "cuda" else memory.PEAK_LAG_BYTES
+        used = (now.allocated_bytes, now.reserved_bytes)
+        peaks = (now.peak_allocated_bytes, now.peak_reserved_bytes)
+        for i, peak in enumerate(peaks):
+            has_risen = peak > self._ever[i] + lag
+            self._seen[i] = max(self._seen[i], peak if has_risen else used[i])
+            if has_risen or peak < self._ever[i]:
+                self._ever[i] = peak
+
+    def _values(self) -> dict[str, float]:
+        now = memory.device_memory(self._device)
+        workers_rss = workers_private = 0
+        for worker in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has ended, or is another user's
+                info = worker.memory_full_info()
+                workers_rss += info.rss
+                workers_private += info.uss
+        report = {
+            "allocated_gb": now.allocated_bytes / GB,
+            "reserved_gb": now.reserved_bytes / GB,
+            "allocated_peak_gb": self._seen[0] / GB,
+            "reserved_peak_gb": self._seen[1] / GB,
+            "fragmentation": 1 - now.allocated_bytes / max(now.reserved_bytes, 1),
+            "alloc_retries": 0,
+            "host_rss_gb": psutil.Process().memory_info().rss / GB,
+            "workers_rss_gb": workers_rss / GB,
+            "workers_private_gb": workers_private / GB,
+        }
+        if self._device.type == "cuda":
+            report["alloc_retries"] = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        if self._budget_gb:
+            report["budget_used"] = report["reserved_peak_gb"] / self._budget_gb
+        self._seen = [0, 0]
+        return report
+
+
+class LeakDetector(MemoryHook):
+    """Warns once for each kind of memory that grows steadily, and names the tensors that grow.
+
+    It measures after each iteration: tensors on a GPU, the host's memory that malloc has given out,
+    and the RAM of the loader's workers.
+
+    Args:
+        window: iterations over which memory must grow.
+        skip: iterations at the beginning, which fill caches.
+    """
+
+    def __init__(self, window: int = 400, skip: int = 50) -> None:
+        self._window, self._skip = window, skip
+        self._used: dict[str, list[float]] = {}  # MB by kind, after each iteration of this window
+        self._largest = 0  # numbers in the largest tensor of a batch
+        self._said: set[str] = set()
+        self._tensors: Counter[Any] = Counter()  # when the window began
+
+    def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Restart the window if images are larger than before, as they may need more memory."""
+        largest = max((tensor.numel() for tensor in memory.tensors_in(args)), default=0)
+        if largest > self._largest:
+            self._largest = largest
+            self._used.clear()
+
+    def after_step(self) -> None:
+        if self.trainer.iter - self.trainer.start_iter < self._skip:
+            return
+        if not self._used:
+            self._tensors = self._live_tensors()
+        for kind, used in self._measure().items():
+            self._used.setdefault(kind, []).append(used)
+        if len(next(iter(self._used.values()))) == self._window:
+            self._warn()
+            self._used.clear()
+
+    def _measure(self) -> dict[str, float]:
+        devices = {torch.device("cpu"), self._device}
+        used = {f"memory in use on {d}": memory.used_bytes(d) / MB for d in devices}
+        of_workers = sum(memory.process_memory(w.pid).anonymous_bytes for w in active_children())
+        used["memory of the data loader's workers"] = of_workers / MB
+        return used
+
+    def _live_tensors(self) -> Counter[tuple[str, str]]:
+        return memory.live_tensors(self._model, self._inner.optimizer)
+
+    def _warn(self) -> None:
+        for kind, used in self._used.items():
+            least = self._window * _LEAST_MB
+            if kind in self._said or not rises_steadily(used, least):
+                continue
+            gc.collect()  # Python may keep garbage in cycles for hundreds of iterations
+            growth = self._measure()[kind] - used[0]
+            if growth < least:
+                continue
+            self._said.add(kind)
+            tensors = (self._live_tensors() - self._tensors).most_common(3)
+            logger.warning(
+                "The %s grows by %.1f MB per 1000 iterations, over the last %d. Growing tensors: "
+                "%s. What keeps them, or other objects, from iteration to iteration?",
+                kind,
+                growth * 1000 / self._window,
+                self._window,
+                ", ".join(f"{name} ({size / MB:.1f} MB)" for (_, name), size in tensors) or "none",
+            )
+
+
+def rises_steadily(values: list[float], at_least: float) -> bool:
+    """Whether a series rises from its beginning to its end.
+
+    Each of 20 blocks is represented by its minimum, which large images do not raise. The slope is
+    the median over all pairs of blocks (Theil-Sen), so single outliers do not count. Two things
+    rise and are not steady: caches, which stop when they are full, and steps, such as those of
+    evaluations, between which nothing rises.
+
+    Args:
+        values: one for each step, at least 20.
+        at_least: smallest rise over the whole series that counts.
+    """
+    bounds = [i * len(values) // _NUM_BLOCKS for i in range(_NUM_BLOCKS + 1)]
+    blocks = [min(values[a:b]) for a, b in zip(bounds, bounds[1:])]
+    slopes = [(b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(blocks), 2)]
+    slope = statistics.median(slopes)
+    growth = slope * _NUM_BLOCKS
+    last_quarter = blocks[-1] - blocks[-1 - _NUM_BLOCKS // 4]
+    return (
+        growth >= at_least
+        and sum(s > 0 for s in slopes) >= 0.9 * len(slopes)
+        and last_quarter > growth / 8
+        and statistics.median(b - a for a, b in zip(blocks, blocks[1:])) > slope / 2
+    )
+
+
+class MemorySnapshot(MemoryHook):
+    """Writes the owners of the memory to files at the first three out-of-memory errors.
+
+    ``memfit_oom_<number>.json`` has the bytes of each owner that Python can see, and the largest
+    tensors. On a GPU, a ``.pickle`` with it is for https://docs.pytorch.org/memory_viz.
+
+    Args:
+        output_dir: a folder of this rank.
+    """
+
+    def __init__(self, output_dir: str) -> None:
+        self._output_dir = output_dir
+        self._num_written = 0
+
+    def before_train(self) -> None:
+        super().before_train()
+        self._inner.out_of_memory_observers.append(self._write)
+        if self._device.type == "cuda":
+            record_memory_history(_MOST_HISTORY)
+
+    def after_train(self) -> None:
+        super().after_train()
+        if self._inner is not None:
+            self._inner.out_of_memory_observers.remove(self._write)
+            if self._device.type == "cuda":
+                record_memory_history(None)
+
+    def _write(self) -> None:
+        if self._num_written == _MOST_SNAPSHOTS:
+            return
+        self._num_written += 1
+        total = memory.used_bytes(self._device)
+        sizes = memory.live_tensors(self._model, self._inner.optimizer, self._device)
+        owners = Counter({"other": max(total - sum(sizes.values()), 0)})
+        for (owner, _), size in sizes.items():
+            owners[owner] += size
+        snapshot = {
+            "iteration": self.trainer.iter,
+            "device": str(self._device),
+            "total_bytes": total,
+            "owners": dict((+owners).most_common()),
+            "tensors": [
+                {"owner": owner, "kind": kind, "bytes": size}
+                for (owner, kind), size in sizes.most_common(_MOST_TENSORS)
+            ],
+        }
+        path = os.path.join(self._output_dir, f"memfit_oom_{self._num_written}")
+        PathManager.mkdirs(self._output_dir)
+        with PathManager.open(f"{path}.json", "w") as f:
+            json.dump(snapshot, f, indent=1)
+        if self._device.type == "cuda":
+            dump_memory_snapshot(f"{path}.pickle")
+        logger.info("The owners of the memory are in %s.json", path)

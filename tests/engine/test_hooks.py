@@ -1,0 +1,276 @@
+# Copyright (c) the d2_memfit developers.
+"""Hooks that watch memory, in real training on the CPU, and the keys that turn them on."""
+
+import gc
+import itertools
+import json
+import math
+import mmap
+import os
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from detectron2.data import build_detection_train_loader
+from detectron2.engine import HookBase, hooks
+from detectron2.structures import Instances
+from detectron2.utils.events import JSONWriter
+from injection import Injector
+from monitored import batches, cheap_trainer, make_trainer
+from tiny import ROOT, images, read_metrics, tiny_cfg, tiny_model
+
+from d2_memfit import AccumulatingTrainer, MemfitTrainer, compat, get_cfg, memory
+from d2_memfit.engine import GatherStates, LeakDetector, MemoryMonitor, MemorySnapshot
+from d2_memfit.engine.build import job_hooks
+from d2_memfit.engine.hooks import rises_steadily
+from d2_memfit.engine.oom_log import observed
+from d2_memfit.engine.peak_recorder import PeakRecorder
+from d2_memfit.job import Job
+from d2_memfit.settings import RecoveryOptions
+
+pytestmark = pytest.mark.slow
+
+KIB, MB = 2**10, 2**20
+KEYS = list(get_cfg().MEMFIT.MONITOR)
+
+
+def test_each_key_turns_one_hook_on_and_has_a_row():
+    kinds = []
+    page = (ROOT / "docs" / "MONITORING.md").read_text()
+    for key in [None, *KEYS]:
+        cfg = tiny_cfg("mask_rcnn", fpn=False)
+        if key is not None:
+            cfg.MEMFIT.MONITOR[key] = True if cfg.MEMFIT.MONITOR[key] is False else 40
+            assert f"| `MEMFIT.MONITOR.{key}` |" in page
+        kinds.append([type(hook) for hook in job_hooks(Job.from_cfg(cfg))])
+    assert kinds[0] == [GatherStates, PeakRecorder]
+    more = [[kind for kind in found if kind not in kinds[0]] for found in kinds[1:]]
+    assert sorted(more, key=str) == [[LeakDetector], [MemoryMonitor], [MemorySnapshot]]
+
+
+def test_reports_go_to_writers_and_the_log(coins, tmp_path, log):
+    cfg = tiny_cfg("proposal_network", fpn=False)
+    cfg.DATASETS.TRAIN, cfg.DATALOADER.NUM_WORKERS = ("coins_train",), 1
+    trainer = make_trainer(build_detection_train_loader(cfg))
+    writers = [JSONWriter(str(tmp_path / "metrics.json"))]
+    trainer.register_hooks([MemoryMonitor(2, budget_gb=6.0), hooks.PeriodicWriter(writers, 2)])
+    trainer.train(0, 4)
+    for metrics in read_metrics(tmp_path):
+        found = {k.partition("/")[2]: v for k, v in metrics.items() if k.startswith("memfit/")}
+        assert 0.1 < found["allocated_gb"] <= found["allocated_peak_gb"] < 6
+        assert found["reserved_gb"] <= found["reserved_peak_gb"] < 6
+        assert found["budget_used"] == found["reserved_peak_gb"] / 6
+        assert 0 <= found["fragmentation"] < 1
+        assert found["host_rss_gb"] == pytest.approx(found["allocated_gb"], 0.1)
+        assert 0.005 < found["workers_private_gb"] < found["workers_rss_gb"]
+    assert f"Memory until iteration 3: {found['reserved_peak_gb']:.1f}/6.0 GB" in log.text
+
+
+def test_a_peak_within_a_forward_is_seen():
+    class Hungry(torch.nn.Linear):
+        def forward(self, x):
+            self.kept = torch.ones(2**26) if x else None  # 256 MiB
+            return self.weight.sum()
+
+    class Look(HookBase):
+        def after_step(self):
+            peaks.append(self.trainer.storage.latest()["memfit/allocated_peak_gb"][0])
+            self.trainer.model.kept = None
+
+    peaks, model = [], Hungry(1, 1)
+    trainer = AccumulatingTrainer(model, [0, 1, 0], torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer.register_hooks([MemoryMonitor(1), Look()])
+    trainer.train(0, 3)
+    assert peaks[1] - peaks[0] > 0.2
+    assert peaks[2] < peaks[1] - 0.2
+
+
+def report_on_rank(rank):
+    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
+    model = compat.create_ddp_model(model, broadcast_buffers=False)
+    ballast = torch.ones(2**25) if rank else None  # 128 MiB
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    trainer = AccumulatingTrainer(model, [images(1)] * 2, optimizer)
+    trainer.register_hooks([MemoryMonitor(2)])
+    trainer.train(0, 2)
+    del ballast
+    return {k: v[0] for k, v in trainer.storage.latest().items() if "memfit/allocated" in k}
+
+
+def test_ranks_are_told_apart(two_ranks):
+    main, other = two_ranks.run(report_on_rank)
+    low, mean, high = (main[f"memfit/allocated_gb{s}"] for s in ("_min", "_mean", ""))
+    assert low + 0.05 < high
+    assert mean == pytest.approx((low + high) / 2)
+    assert not other
+
+
+def growing_kinds(log):
+    return re.findall(
+        r"The (.*) grows by ([\d.]+) MB per 1000 .* Growing tensors: (.*)\. W", log.text
+    )
+
+
+@pytest.mark.parametrize(
+    ("leak", "kib", "named"),
+    [
+        (lambda: torch.ones(25600), 100, "float32 [25600] on cpu ("),
+        (lambda: np.ones(4 * KIB), 32, ""),
+        (lambda: None, 0, ""),
+    ],
+    ids=["tensors", "arrays", "none"],
+)
+def test_what_grows_is_found_and_garbage_in_cycles_is_not(leak, kib, named, log):
+    def after_step(_):
+        kept.append(leak())
+        garbage = [np.ones(2 * KIB)]
+        garbage.append(garbage)
+
+    kept = []
+    gc.collect()
+    gc.disable()  # the garbage of large programs stays as long
+    try:
+        trainer = cheap_trainer()
+        keep = hooks.CallbackHook(after_step=after_step)
+        trainer.register_hooks([keep, LeakDetector(window=100)])
+        trainer.train(0, 350)
+    finally:
+        gc.enable()
+        gc.freeze()  # again, as in conftest.py
+    found = growing_kinds(log)
+    assert len(found) == (kib > 0)
+    for kind, growth, tensors in found:
+        assert kind == "memory in use on cpu"
+        assert float(growth) == pytest.approx(kib * 1000 / KIB, rel=0.4)  # garbage came before, too
+        assert named in tensors
+
+
+def test_a_healthy_detector_and_larger_images_raise_no_alarm(log):
+    trainer = make_trainer(batches())
+    trainer.register_hooks([LeakDetector(window=50)])
+    trainer.train(0, 150)
+    trainer = cheap_trainer(torch.ones(2 + i, 8) for i in itertools.count())
+    keep = lambda t: setattr(t, "kept", np.ones(2 * KIB * (t.iter + 1)))  # noqa: E731
+    trainer.register_hooks([hooks.CallbackHook(after_step=keep), LeakDetector(window=100)])
+    trainer.train(0, 400)
+    assert not growing_kinds(log)
+
+
+SERIES = {  # by iteration, of 400
+    "growth": (True, lambda i, rng: 1e5 * i),
+    "growth within noise": (True, lambda i, rng: 1e5 * i + rng.random() * 10 * MB),
+    "growth below large images": (True, lambda i, rng: 1e5 * i + rng.choice([0, 50 * MB])),
+    "growth that gets faster": (True, lambda i, rng: 20 * MB * (i / 400) ** 2),
+    "noise": (False, lambda i, rng: rng.random() * 50 * MB),
+    "a cache that is full": (False, lambda i, rng: 1e5 * min(i, 320)),
+    "a cache that fills slowly": (False, lambda i, rng: MB * (1 - math.exp(-i / 100))),
+    "a step": (False, lambda i, rng: 50 * MB * (i > 200)),
+    "evaluations": (False, lambda i, rng: 2 * MB * (i // 40)),
+    "outliers": (False, lambda i, rng: 1000 * MB * (i % 7 == 0)),
+    "less than counts": (False, lambda i, rng: 1000 * i),
+}
+
+
+@pytest.mark.parametrize("kind", SERIES)
+def test_only_steady_growth_is_a_leak(kind):
+    leaks, value = SERIES[kind]
+    for seed in range(20):
+        rng = random.Random(seed)
+        values = [100 * MB + value(i, rng) for i in range(400)]
+        assert rises_steadily(values, 8 * KIB * 400) == leaks
+
+
+class Failing(AccumulatingTrainer):
+    """Memory runs out in each iteration, once."""
+
+    def run_step(self):
+        self.injector = Injector([50])
+        super().run_step()
+
+    def _forward(self, micro_batch):
+        with observed(self.out_of_memory_observers), self.injector:
+            return super()._forward(micro_batch)
+
+
+@pytest.mark.parametrize("recovers", [False, True])
+def test_owners_at_out_of_memory_errors_are_written_down(recovers, tmp_path, log):
+    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    options = RecoveryOptions() if recovers else None
+    trainer = Failing(model, batches(), optimizer, recovery=options)
+    (tmp_path / "file").write_text("")  # a folder that cannot be written ends no run
+    snapshots = [MemorySnapshot(str(folder)) for folder in (tmp_path / "file", tmp_path / "ok")]
+    trainer.register_hooks(snapshots)
+    if recovers:
+        trainer.train(0, 5)
+        assert sorted(os.listdir(tmp_path / "ok")) == [f"memfit_oom_{i}.json" for i in (1, 2, 3)]
+    else:
+        with pytest.raises(torch.OutOfMemoryError):
+            trainer.train(0, 5)
+    assert "The memory at this error could not be recorded" in log.text
+    assert not trainer.out_of_memory_observers
+    snapshot = json.loads((tmp_path / "ok" / "memfit_oom_1.json").read_text())
+    assert snapshot["owners"]["parameters"] == sum(p.nbytes for p in model.parameters())
+    assert sum(snapshot["owners"].values()) == snapshot["total_bytes"]
+    assert 0 < len(snapshot["tensors"]) <= 50
+
+
+class Taking(MemfitTrainer):
+    """Takes 200 MB more RAM than this process ever has, in the last iteration but one."""
+
+    @classmethod
+    def build_train_loader(cls, cfg):
+        return [images(2, first=2 * i, size=size) for i, size in enumerate([64, 96, 64, 64])]
+
+    def run_step(self):
+        if self.iter == 0:  # RLIMIT_DATA counts memory before it is touched
+            self.reserved = mmap.mmap(-1, 700 * MB, flags=mmap.MAP_PRIVATE)
+            self._trainer.out_of_memory_observers[0]()
+        if self.iter == self.max_iter - 2:
+            now = memory.process_memory()
+            taken_before = now.peak_resident_bytes - now.resident_bytes
+            _ = torch.ones(taken_before + 200 * MB, dtype=torch.uint8)
+        super().run_step()
+
+
+@pytest.fixture
+def train(tmp_path):
+    def run(max_iter=4):
+        cfg = tiny_cfg("retinanet", fpn=False)
+        cfg.DATASETS.TEST, cfg.OUTPUT_DIR = (), str(tmp_path)
+        cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 2, max_iter
+        cfg.MEMFIT.PLAN.PREDICTED_GB = [0.3, 0.4, 0.5]
+        Taking(cfg).train()
+
+    return run
+
+
+def test_peaks_are_in_the_output_folder_with_their_micro_batch(train, tmp_path, log):
+    train(max_iter=2)  # fewer iterations are not recorded
+    assert not (tmp_path / "memfit_peaks.json").exists()
+    train()
+    record = json.loads((tmp_path / "memfit_peaks.json").read_text())
+    assert record["allocated_bytes"] > 900 * MB
+    assert 50 * MB < record["outside_bytes"] < 8000 * MB
+    assert record["iterations"] == 4
+    assert record["micro_batch"] == [2, 64, 64, 6]
+    assert record["had_errors"]
+    assert re.search(r"Peaks of training: \d\.\d\d GB allocated", log.text)
+    assert "The plan predicted 0.30, 0.40 and 0.50 GB for its largest images" in log.text
+
+
+def test_no_run_ends_for_its_record(train, tmp_path, log):
+    (tmp_path / "memfit_peaks.json").mkdir()
+    train()
+    assert f"The peaks of this run cannot be kept in {tmp_path} (" in log.text
+
+
+def test_batches_of_any_kind_have_a_size():
+    hook = PeakRecorder(Job.from_cfg(tiny_cfg(fpn=False)))
+    tensor = torch.ones(2, 3, 8, 8)
+    without_image = [{"image": None, "instances": None}, {"instances": Instances((8, 8))}, 5]
+    for batch in ((), None, tensor, (tensor, ["a target"]), without_image):
+        hook.after_forward(torch.nn.Identity().train(), (batch,))
+        assert len(hook._micro_batch) == 4
