@@ -50,13 +50,12 @@ __all__ = [
     "local_world_size",
     "num_ranks_of",
     "paste_masks_on_grid",
+    "periods_of_states",
     "pretended_compiled_ops",
     "put_rank_data_time",
     "rank_of",
     "registry_name",
-    "replace_evaluations",
     "replace_iterator",
-    "saving_periods",
     "scalar_histories",
     "split_map",
     "without_ddp",
@@ -148,18 +147,12 @@ def writers_of(trainer: TrainerBase) -> list[EventWriter]:
     return [w for h in trainer._hooks if isinstance(h, PeriodicWriter) for w in h._writers]
 
 
-def saving_periods(trainer: TrainerBase) -> set[int]:
-    """Periods, in iterations, of the hooks that save checkpoints."""
-    best = {hook._period for hook in trainer._hooks if isinstance(hook, BestCheckpointer)}
-    periodic = {hook.period for hook in trainer._hooks if isinstance(hook, PeriodicCheckpointer)}
-    return {period for period in best | periodic if period > 0}
-
-
-def replace_evaluations(trainer: TrainerBase, wrap: Callable[[Any], Any]) -> None:
-    """Replace the function of each ``EvalHook`` of a trainer by ``wrap(function)``."""
-    for hook in trainer._hooks:
-        if isinstance(hook, EvalHook):
-            hook._func = wrap(hook._func)
+def periods_of_states(trainer: TrainerBase) -> set[int]:
+    """Periods, in iterations, of the hooks that save checkpoints or evaluate."""
+    kinds = (BestCheckpointer, EvalHook)
+    periods = {hook._period for hook in trainer._hooks if isinstance(hook, kinds)}
+    periods |= {hook.period for hook in trainer._hooks if isinstance(hook, PeriodicCheckpointer)}
+    return {period for period in periods if period > 0}
 
 
 def scalar_histories(storage: EventStorage) -> list[list[Any]]:

@@ -4,11 +4,13 @@
 from ..settings import NormalizerOptions, Precision, RecoveryOptions
 from .attempts import recovering_inference
 from .build import build_trainer
+from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
+from .ending import SaveOnEnding
 from .evaluating import evaluating
 from .hooks import LeakDetector, MemoryMonitor, MemorySnapshot
 from .launch import launch, usable_device, world_size
-from .resuming import GatherStates, MemfitCheckpointer, SaveOnEnding
+from .run_state import GatherStates
 from .train_loop import AccumulatingTrainer
 
 __all__ = [

@@ -19,12 +19,7 @@ from .. import compat
 from ..common.checks import check_device
 from ..errors import ConfigError
 from ..memory import limit_cudnn_cache, limit_ideep_cache
-from .resuming import (
-    end_with_launcher,
-    leave_signals_to_launcher,
-    signals_held_back,
-    signals_passed_on,
-)
+from .ending import follow_launcher, signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]
 
@@ -86,10 +81,9 @@ def launch(
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
             ranks_here = num_gpus_per_machine
             ranks = _Ranks(url, num_ranks, ranks_here, machine_rank * ranks_here, timeout)
-            with signals_held_back():  # from processes that still import
-                started = mp.spawn(
-                    _run_spawned, args=(ranks, main_func, args), nprocs=ranks_here, join=False
-                )
+            started = mp.spawn(
+                _run_spawned, args=(ranks, main_func, args), nprocs=ranks_here, join=False
+            )
             while not started.join():
                 pass
 
@@ -156,8 +150,7 @@ class _Ranks:
 
     def run(self, local_rank: int, main_func: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Join the other ranks, and call the function."""
-        leave_signals_to_launcher()
-        end_with_launcher()
+        follow_launcher()
         num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         has_gpu = num_gpus >= self.ranks_here
         if num_gpus:

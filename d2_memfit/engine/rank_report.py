@@ -4,7 +4,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from detectron2.utils import comm
@@ -35,7 +35,6 @@ class RankReport:
     error: str = ""  # for which all ranks end: memory ran out for good
     counts: CountReport = field(default_factory=CountReport)
     stop_signal: int = 0  # the signal that asked this rank to end the run
-    run_state: Any = None  # for a checkpoint of the first rank, see StatesOfRanks
 
     def add(
         self,

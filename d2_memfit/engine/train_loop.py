@@ -18,14 +18,16 @@ from .. import compat
 from ..common.checks import check_positive_int
 from ..errors import OutOfMemoryError
 from ..job import LossFn, losses_of
+from ..memory import with_room
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
+from .ending import worker_deaths_wait
 from .losses import CommunicationError, CountReport, LossRules
 from .not_finite import likely_cause
 from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
 from .reduce import average_gradients, check_ddp, image_share
-from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
-from .state import watched
+from .run_state import ResumableTrainer
+from .state import StateCopy, watched
 from .window import Cutter, MicroBatch, Window, WindowStorage, dataset_dicts
 
 __all__ = ["AccumulatingTrainer"]
@@ -131,6 +133,7 @@ class AccumulatingTrainer(ResumableTrainer):
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
+        self._at_start: Optional[StateCopy] = None
         self._exchange = Vote(next(model.parameters()).device)
 
     def run_step(self) -> None:
@@ -141,7 +144,7 @@ class AccumulatingTrainer(ResumableTrainer):
             self._step(window, reports)
         else:
             logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
-            self._end_step(reports)
+            self.done = self.iter
 
     def accumulate(self, batch: Any) -> dict[str, float]:
         """Compute a batch's gradients, for your own loop that clips and steps.
@@ -181,12 +184,16 @@ class AccumulatingTrainer(ResumableTrainer):
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
-        self.progress = Progress(self.iter)
         self._has_old_gradients = True
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
         with self._explained("start", window):
-            self.progress.put_back = self.run_state.undo_point(is_watched=self.recovery is not None)
+            self._at_start = with_room(self._state, next(self.model.parameters()).device)
+        self.undo = self._at_start.restore
+
+    def _state(self) -> StateCopy:
+        bare, is_watched = compat.without_ddp(self.model), self.recovery is not None
+        return StateCopy(bare, is_watched=is_watched, last=self._at_start)
 
     def _step(self, window: Window, reports: list[RankReport]) -> None:
         """Write the metrics, clip, and change the weights."""
@@ -195,16 +202,16 @@ class AccumulatingTrainer(ResumableTrainer):
             write_metrics(reports)
         with self._explained("optimizer", window):
             self._clip()
-            with raising_handlers_held_back():
-                self.progress = Progress(self.iter, is_stepping=True)
+            with worker_deaths_wait():
+                self.undo = None
                 self.precision.step(self.optimizer, self.iter)
-                self._end_step(reports)
+                self.done = self.iter
 
     def _attempt(self, window: Window, storage: WindowStorage) -> RankReport:
         """Accumulate a window's gradients on this rank, and report how that went."""
         retries = None
         if self.recovery is not None:
-            bare, last = compat.without_ddp(self.model), self.run_state.at_start
+            bare, last = compat.without_ddp(self.model), self._at_start
             retries = WindowRetries(self.recovery, bare, window, storage, last)
         try:
             with self._explained("window", window):
@@ -293,10 +300,6 @@ class AccumulatingTrainer(ResumableTrainer):
         except OutOfMemoryError as e:
             mine = RankReport(error=str(e))
         mine.stop_signal = self.stop_signal
-        if comm.get_world_size() > 1:  # for a checkpoint of the first rank, should this one die
-            learned = None if self.recovery is None else self.cutter.state_dict()
-            pack = partial(self.run_state.packed, learned)
-            mine.run_state = self.run_state.ranks.put(self.iter, pack)
         reports = self._exchange.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
         if errors := [r.error for r in reports if r.error]:
@@ -324,11 +327,6 @@ class AccumulatingTrainer(ResumableTrainer):
         if is_mixed and has_images and comm.get_world_size() == 1:  # a forward may communicate
             in_float32 = partial(self._losses, model, micro_batch.batch)
         return likely_cause(model, micro_batch.data, in_float32)
-
-    def _end_step(self, reports: list[RankReport]) -> None:
-        """The iteration is complete: from here on, a checkpoint may contain it."""
-        self.progress = Progress(self.iter, has_stepped=True)
-        self.run_state.ranks.receive(self.iter, [r.run_state for r in reports])
 
     def _clip(self) -> None:
         if self.clip_gradients is None:

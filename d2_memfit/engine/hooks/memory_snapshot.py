@@ -13,7 +13,7 @@ from detectron2.utils.file_io import PathManager
 from ...compat.pytorch import dump_memory_snapshot, record_memory_history
 from ...errors import ConfigError
 from ...memory import OwnerMeter, live_tensors, used_bytes
-from ..resuming import handle
+from ..ending import handled
 from .memory_hook import MemoryHook
 
 __all__ = ["MemorySnapshot"]
@@ -66,7 +66,7 @@ class MemorySnapshot(MemoryHook):
             self._record_history(True)
         self._undo.callback(self._record_history, False)
         if hasattr(signal, "SIGUSR1"):
-            self._undo.callback(handle([signal.SIGUSR1], self._ask))
+            self._undo.enter_context(handled([signal.SIGUSR1], self._ask))
 
     def before_step(self) -> None:
         if self._is_asked_for or self.trainer.iter == self._iteration:

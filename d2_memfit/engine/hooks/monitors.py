@@ -5,7 +5,7 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 
 from ...job import Job
-from ..resuming import GatherStates
+from ..run_state import GatherStates
 from .enforce_budget import EnforceBudget
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor

@@ -22,8 +22,7 @@ from detectron2.data.samplers import (
 from detectron2.utils.env import seed_all_rng
 
 from d2_memfit.common.random_state import RandomState
-from d2_memfit.engine.resuming.loader_worker import Layout, Rest
-from d2_memfit.engine.resuming.resumable_batches import ResumableBatches, UnknownLoader, _Received
+from d2_memfit.engine.batches import ResumableBatches, UnknownLoader, _Received
 
 SIZE = 23
 DICTS = [{"image_id": i, "width": 4 + i % 3, "height": 5} for i in range(SIZE)]
@@ -134,7 +133,7 @@ def test_the_workers_of_a_resumed_loader_start_once(grouped, monkeypatch):
 
 
 def state_of(batches):
-    return batches.unpacked(batches.packed())
+    return batches.state()
 
 
 def in_a_checkpoint(*state):
@@ -203,25 +202,6 @@ def test_nothing_is_lost_or_seen_twice_when_ranks_workers_or_batches_change(layo
     sampler = sampler_of("TrainingSampler")
     sampler._seed = 5
     assert sorted(seen + rest) == sorted(islice(sampler, len(seen + rest)))
-
-
-def test_the_rest_of_a_rest():
-    """Taken at random, again and again, against a list."""
-    rest = Rest(0, torch.tensor([], dtype=torch.int64))
-    left, random_places = list(range(100)), random.Random(0)
-    for _ in range(8):
-        places = random_places.sample(range(12), 5)
-        rest = rest.after(torch.tensor(places))
-        left = [place for i, place in enumerate(left) if i not in places]
-        without = set(rest.without.tolist())
-        assert [p for p in range(rest.first, 100) if p not in without] == left
-        assert rest.after(torch.tensor([], dtype=torch.int64)).first == rest.first
-
-
-@pytest.mark.parametrize("layout", [Layout(1, 1, 1, 1), Layout(2, 3, 1, 4), Layout(3, 2, 4, 4)])
-def test_places_of_all_ranks_and_workers_are_the_stream(layout):
-    places = [layout.places(rank, 12).flatten() for rank in range(layout.ranks)]
-    assert torch.cat(places).sort().values.tolist() == list(range(12 * layout.ranks * layout.batch))
 
 
 def test_what_is_not_known_is_named():

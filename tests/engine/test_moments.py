@@ -37,7 +37,7 @@ import torch
 from detectron2.evaluation import COCOEvaluator
 from detectron2.utils import comm
 from d2_memfit.engine import AccumulatingTrainer, MemfitMixin
-from d2_memfit.engine.resuming import SaveOnEnding
+from d2_memfit.engine import SaveOnEnding
 
 moment, kind, rank, last, done = os.environ["INJECTION"].split(":")
 

@@ -8,9 +8,8 @@ import sys
 from multiprocessing import resource_sharer
 
 import pytest
-from torch.utils.data import DataLoader, Dataset
-
 from d2_memfit.engine.resuming import signals
+from torch.utils.data import DataLoader, Dataset
 
 pytestmark = pytest.mark.skipif(not signals._ON_LINUX, reason="workers hear all signals elsewhere")
 
