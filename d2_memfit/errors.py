@@ -95,9 +95,15 @@ def printable(text: str, keeps: str = "") -> str:
     return "".join(c if c.isprintable() or c in keeps else repr(c)[1:-1] for c in text)
 
 
-def mark_as_logged(error: BaseException) -> None:
-    """Say that the log has an error's traceback, so that a command need not show it."""
+def mark_as_logged(error: BaseException) -> bool:
+    """Say that the log has an error's traceback, so that a command need not show it.
+
+    Returns:
+        bool: whether this was not said before.
+    """
+    is_new = not hasattr(error, _LOGGED)
     setattr(error, _LOGGED, True)
+    return is_new
 
 
 def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:

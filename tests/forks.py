@@ -34,7 +34,7 @@ CONTEXT.set_forkserver_preload(["d2_memfit.cli.commands", "d2_memfit.cli.train",
 # A script for "-c", before the arguments of another one: its ranks are forks, and import nothing.
 FORKED_RANKS = """
 import multiprocessing, os, runpy, signal, sys
-from d2_memfit.engine.resuming.signals import SIGNALS
+from d2_memfit.engine.ending import SIGNALS
 
 def as_in_a_new_process():
     for number in SIGNALS:

@@ -24,7 +24,7 @@ from detectron2.engine import hooks
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine.resuming import MemfitCheckpointer
+from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.errors import CheckpointError
 
 

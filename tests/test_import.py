@@ -101,6 +101,45 @@ def test_no_module_needs_what_setuptools_82_no_longer_has(tmp_path):
     assert run.returncode == 0, run.stderr
 
 
+STATE = """
+import importlib, os, signal, sys, threading
+import detectron2.engine
+from torch.utils.data import DataLoader, Dataset
+
+def state():
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    mask, threads = signal.pthread_sigmask(signal.SIG_BLOCK, ()), threading.enumerate()
+    return handlers, mask, threads, sys.excepthook, threading.excepthook, dict(os.environ)
+
+class States(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        return len(mask), sys.excepthook is sys.__excepthook__, threading.active_count()
+
+before = state()
+for name in {names}:
+    importlib.import_module(name)
+assert state() == before, (before, state())
+((found,),) = DataLoader(States(), num_workers=1, collate_fn=list)
+assert found == (0, True, 1), found
+"""
+
+
+def test_an_import_changes_no_signal_thread_hook_or_variable_nor_those_of_workers(tmp_path):
+    names = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in (ROOT / "d2_memfit").rglob("*.py")
+        if path.stem not in ("__init__", "__main__")
+    ]
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    code = STATE.replace("{names}", repr(names))
+    run = run_process([sys.executable, "-W", "ignore", "-c", code], env=environment, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
     """Python of an environment that has this one's packages beneath its own, where pip has

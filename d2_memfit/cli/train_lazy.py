@@ -31,7 +31,8 @@ from omegaconf import DictConfig
 from ..compat import create_ddp_model
 from ..config import find_config_file
 from ..engine import build_trainer, evaluating, usable_device, world_size
-from ..engine.resuming import MemfitCheckpointer, causes_named
+from ..engine.checkpoint import MemfitCheckpointer
+from ..engine.ending import causes_named
 from ..errors import ConfigError, exit_on_error
 from ..evaluation import use_available_implementation
 from ..inference import WholeModelCheckpointer

@@ -3,7 +3,8 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from detectron2.engine.train_loop import TrainerBase
@@ -22,33 +23,33 @@ def start_logging(output_dir: str) -> None:
 
 
 def write_traceback(error: BaseException) -> str:
-    """Write an error's traceback to the log's file only; return the file's name, or "".
+    """Write an error's traceback to the log's file only, once; return the file's name, or "".
 
     A command then shows the error as one line (:func:`~d2_memfit.errors.exit_on_error`).
     """
     handlers = _file_handlers()
     if not handlers:
         return ""
-    mark_as_logged(error)
-    of_error = type(error), error, error.__traceback__
-    record = logging.LogRecord("d2_memfit", logging.ERROR, "", 0, "The traceback:", (), of_error)
-    handlers[0].handle(record)
+    if mark_as_logged(error):
+        what = type(error), error, error.__traceback__
+        record = logging.LogRecord("d2_memfit", logging.ERROR, "", 0, "The traceback:", (), what)
+        handlers[0].handle(record)
     return str(handlers[0].stream.name)
 
 
-def tracebacks_only_in_files() -> Callable[[], None]:
-    """Keep Detectron2's training loop from logging a traceback that :func:`write_traceback` writes.
-
-    Returns:
-        A function that undoes this.
-    """
+@contextmanager
+def tracebacks_only_in_files() -> Iterator[None]:
+    """While open, Detectron2's loop logs no traceback that :func:`write_traceback` writes."""
     source = logging.getLogger(TrainerBase.__module__)
 
     def has_no_traceback(record: logging.LogRecord) -> bool:
         return not (record.exc_info and _file_handlers())
 
     source.addFilter(has_no_traceback)
-    return lambda: source.removeFilter(has_no_traceback)
+    try:
+        yield
+    finally:
+        source.removeFilter(has_no_traceback)
 
 
 def _file_handlers() -> "list[logging.StreamHandler[Any]]":

@@ -107,18 +107,12 @@ def hooks_of(trainer: TrainerBase) -> list[HookBase]:
     return trainer._hooks
 
 
-def saving_periods(trainer: TrainerBase) -> set[int]:
-    """Periods, in iterations, of the hooks that save checkpoints."""
-    best = {hook._period for hook in trainer._hooks if isinstance(hook, BestCheckpointer)}
-    periodic = {hook.period for hook in trainer._hooks if isinstance(hook, PeriodicCheckpointer)}
-    return {period for period in best | periodic if period > 0}
-
-
-def replace_evaluations(trainer: TrainerBase, wrap: Callable[[Any], Any]) -> None:
-    """Replace the function of each ``EvalHook`` of a trainer by ``wrap(function)``."""
-    for hook in trainer._hooks:
-        if isinstance(hook, EvalHook):
-            hook._func = wrap(hook._func)
+def periods_of_states(trainer: TrainerBase) -> set[int]:
+    """Periods, in iterations, of the hooks that save checkpoints or evaluate."""
+    kinds = (BestCheckpointer, EvalHook)
+    periods = {hook._period for hook in trainer._hooks if isinstance(hook, kinds)}
+    periods |= {hook.period for hook in trainer._hooks if isinstance(hook, PeriodicCheckpointer)}
+    return {period for period in periods if period > 0}
 
 
 def split_map(loader: Any) -> tuple[Optional[Callable[[Any], Any]], Any]:

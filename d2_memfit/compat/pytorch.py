@@ -139,19 +139,20 @@ def default_group_answered(answer: Callable[[Any], Any]) -> Iterator[None]:
         owner.WORLD = world
 
 
-def default_store() -> "dist.Store":
-    """The key-value store of the default process group."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def is_loader_worker(process: Any) -> bool:
-    """Whether a process of multiprocessing is a worker of a ``DataLoader``."""
-    return getattr(process, "_target", None) is torch.utils.data._utils.worker._worker_loop
+def end_with_parent(number: int) -> None:
+    """Let the system send this process a signal when the one that started it is gone, on Linux."""
+    torch.multiprocessing._prctl_pr_set_pdeathsig(number)
 
 
 def workers_of(iterator: Any) -> list[Any]:
     """Worker processes of a ``DataLoader``'s iterator."""
     return getattr(iterator, "_workers", [])
+
+
+def shut_down(iterator: Any) -> None:
+    """Ask the worker processes of a ``DataLoader``'s iterator to end, and wait for them."""
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
 
 
 def clear_cublas_workspaces() -> None:

@@ -3,11 +3,13 @@
 
 from ..settings import NormalizerOptions, Precision, RecoveryOptions
 from .build import build_trainer
+from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
+from .ending import SaveOnEnding
 from .evaluating import evaluating, recovering_inference
 from .hooks import LeakDetector, MemoryMonitor, MemorySnapshot
 from .launch import launch, usable_device, world_size
-from .resuming import GatherStates, MemfitCheckpointer, SaveOnEnding
+from .run_state import GatherStates
 from .train_loop import AccumulatingTrainer
 
 __all__ = [

@@ -12,6 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.engine import HookBase, TrainerBase
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
+from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
 from .. import compat
@@ -23,10 +24,12 @@ from ..job import Job, checked_loader
 from ..job.parts import GivenParts, TrainerParts
 from ..memory import enforce_budget, use_expandable_segments
 from ..techniques import apply_techniques, techniques_on
+from .checkpoint import MemfitCheckpointer, checkpointers_of
+from .ending import SaveOnEnding
 from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot
 from .not_finite import has_random_weights_behind_frozen_norms
 from .peak_recorder import PeakRecorder
-from .resuming import GatherStates, MemfitCheckpointer, SaveOnEnding, checkpointers_of
+from .run_state import GatherStates
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["Run", "build_trainer", "job_hooks"]
@@ -173,7 +176,7 @@ class Run:
 
     def _start(self, trainer: Any) -> None:
         self._register_hooks(trainer)  # a project may have replaced the list since
-        own = next(iter(checkpointers_of(trainer)), None)
+        own = next(iter(checkpointers_of(trainer, Checkpointer)), None)
         hooks = compat.hooks_of(trainer)
         for checkpointer in checkpointers_of(trainer, MemfitCheckpointer):
             checkpointer.start_run(is_new=checkpointer is own and trainer.start_iter == 0)

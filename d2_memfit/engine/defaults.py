@@ -25,15 +25,10 @@ from ..job import Job
 from ..memory import use_expandable_segments
 from ..settings import auto_scale_workers
 from .build import Run
+from .checkpoint import MemfitCheckpointer, checkpointers_of
+from .ending import call_after_train, saved_at_end
 from .evaluating import evaluating
-from .resuming import (
-    MemfitCheckpointer,
-    Progress,
-    call_after_train,
-    checkpointers_of,
-    last_iteration,
-    saved_at_end,
-)
+from .run_state import last_iteration
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]
@@ -228,10 +223,21 @@ class MemfitMixin(_Trainer):
             f"{type(self).__name__}.__init__ makes that part by itself. Call there "
             "self.build_model(cfg), self.build_optimizer(cfg, model), self.build_train_loader(cfg)",
         )
-        for checkpointer in checkpointers_of(self, DetectionCheckpointer):
-            MemfitCheckpointer.adopt(checkpointer)
+        for checkpointer in checkpointers_of(self, MemfitCheckpointer):
             if checkpointer.save_dir and "trainer" not in checkpointer.checkpointables:
                 checkpointer.add_checkpointable("trainer", weakref.proxy(self))
+
+    @property
+    def checkpointer(self) -> Any:
+        """The project's checkpointer. Its saves are whole files, and its loads are verified."""
+        return self.__dict__["checkpointer"]
+
+    @checkpointer.setter
+    def checkpointer(self, made: Any) -> None:
+        is_plain = isinstance(made, DetectionCheckpointer) and not isinstance(
+            made, MemfitCheckpointer
+        )
+        self.__dict__["checkpointer"] = MemfitCheckpointer.like(made) if is_plain else made
 
     @property
     def _inner(self) -> Any:
@@ -253,8 +259,7 @@ class MemfitMixin(_Trainer):
 
     def after_step(self) -> None:
         self._check_step()
-        if self._inner.agreed_stop_signal is None:
-            self._inner.progress = Progress(self.iter, has_stepped=True)
+        self._inner.done = self.iter  # a step of the project's own does not say so
         super().after_step()
 
     def after_train(self) -> None:

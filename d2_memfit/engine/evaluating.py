@@ -10,6 +10,7 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from .. import compat
+from ..common.side_work import unchanged_random_state
 from ..common.snapshot import Snapshot
 from ..evaluation import unique_annotation_ids
 from ..job import checked_test_loaders
@@ -50,6 +51,7 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
         recovering_inference(model, settings.recovery),
         checked_test_loaders(cfg),
         unique_annotation_ids(),
+        unchanged_random_state(next(model.parameters()).device),  # training draws what it would
     ):
         _open.append(model)
         try:

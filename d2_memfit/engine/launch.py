@@ -17,12 +17,7 @@ from detectron2.utils import comm
 from .. import compat
 from ..common.checks import check_device
 from ..errors import ConfigError
-from .resuming import (
-    end_with_launcher,
-    leave_signals_to_launcher,
-    signals_held_back,
-    signals_passed_on,
-)
+from .ending import follow_launcher, signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]
 
@@ -78,8 +73,7 @@ def launch(
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
             first = machine_rank * ranks_here
             of_each = (url, num_ranks, ranks_here, first, timeout, main_func, args)
-            with signals_held_back():  # from processes that still import
-                started = mp.spawn(_run_rank, args=of_each, nprocs=ranks_here, join=False)
+            started = mp.spawn(_run_rank, args=of_each, nprocs=ranks_here, join=False)
             while not started.join():
                 pass
 
@@ -147,8 +141,7 @@ def _run_rank(
         multiprocessing.set_start_method(None, force=True)
         if not torch.cuda.is_available():
             torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
-    leave_signals_to_launcher()
-    end_with_launcher()
+    follow_launcher()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus:
         torch.cuda.set_device(local_rank % num_gpus)

@@ -22,6 +22,7 @@ from ..errors import OutOfMemoryError
 from ..job import LossFn, losses_of
 from ..memory import with_room
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
+from .ending import worker_deaths_wait
 from .losses import CommunicationError, CountReport, LossRules
 from .not_finite import described
 from .oom_log import observed
@@ -33,8 +34,8 @@ from .ranks import (
     mean_losses,
     write_metrics,
 )
-from .resuming import Progress, ResumableTrainer, raising_handlers_held_back
 from .retry import Cutter, Recovery, RecoveryReport, WindowRetries, run_all
+from .run_state import ResumableTrainer
 from .storage import WindowStorage
 from .window import MicroBatch, Window
 
@@ -145,7 +146,7 @@ class AccumulatingTrainer(ResumableTrainer):
             self._step(window, reports)
         else:
             logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
-            self._end_step(reports)
+            self.done = self.iter
 
     def accumulate(self, batch: Any) -> dict[str, float]:
         """Compute a batch's gradients, for your own loop that clips and steps.
@@ -186,7 +187,6 @@ class AccumulatingTrainer(ResumableTrainer):
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
-        self.progress = Progress(self.iter)
         self._has_old_gradients = True
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
@@ -196,7 +196,7 @@ class AccumulatingTrainer(ResumableTrainer):
             start: Any = RandomState(device)
         else:
             start = with_room(lambda: Snapshot(bare, weights or ()), device)
-        self.progress.put_back = self.run_state.undo_point(start.restore)
+        self.undo = start.restore
         return start
 
     def _step(self, window: Window, reports: list[RankReport]) -> None:
@@ -206,10 +206,10 @@ class AccumulatingTrainer(ResumableTrainer):
             write_metrics(reports)
         with self._explained("optimizer", window):
             self._clip()
-            with raising_handlers_held_back():
-                self.progress = Progress(self.iter, is_stepping=True)
+            with worker_deaths_wait():
+                self.undo = None
                 self.precision.step(self.optimizer, self.iter)
-                self._end_step(reports)
+                self.done = self.iter
 
     def _attempt(self, window: Window, storage: WindowStorage, start: Snapshot) -> RankReport:
         """Accumulate a window's gradients on this rank, and report how that went."""
@@ -306,20 +306,11 @@ class AccumulatingTrainer(ResumableTrainer):
         if not self._reduces_in_backward and comm.get_world_size() > 1:
             mine.has_gradient = [p.grad is not None for p in self.model.parameters()]
         mine.stop_signal = self.stop_signal
-        if comm.get_world_size() > 1:  # for a checkpoint of the first rank, should this one die
-            learned = None if self.recovery is None else self.cutter.state_dict()
-            pack = partial(self.run_state.packed, learned)
-            mine.run_state = self.run_state.ranks.put(self.iter, pack)
         reports = comm.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
         if errors := [r.error for r in reports if r.error]:
             raise OutOfMemoryError("\n".join(errors))
         return reports
-
-    def _end_step(self, reports: list[RankReport]) -> None:
-        """The iteration is complete: from here on, a checkpoint may contain it."""
-        self.progress = Progress(self.iter, has_stepped=True)
-        self.run_state.ranks.receive(self.iter, [r.run_state for r in reports])
 
     def _clip(self) -> None:
         if self.clip_gradients is None:

@@ -30,10 +30,9 @@ NAMES = {
     "torch.utils._pytree.tree_iter": ("tree",),
     "torch.utils._pytree.tree_map": ("function", "tree"),
     "torch.utils._pytree.tree_unflatten": ("leaves", "specification"),
-    "torch.utils.data._utils.worker._worker_loop": None,
+    "torch.multiprocessing._prctl_pr_set_pdeathsig": None,
     "torch.jit._builtins._find_builtin": ("function",),
     "torch.jit._builtins._register_builtin": ("function", "name"),
-    "torch.distributed.distributed_c10d._get_default_store": (),
     "torch.cuda.memory._record_memory_history": ("enabled",),
     "torch.cuda.memory._dump_snapshot": ("file",),
     "torch.Tensor._make_wrapper_subclass": None,
@@ -178,15 +177,13 @@ def test_questions_for_the_default_group_are_answered():
     assert not dist.is_initialized()
 
 
-def test_ranks_have_a_store_and_hooks_of_communication(two_ranks):
-    two_ranks.run(store_and_hooks)
+def test_hooks_of_communication_are_known(two_ranks):
+    two_ranks.run(communication_hooks)
 
 
-def store_and_hooks(rank):
+def communication_hooks(rank):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-    store = torch_private.default_store()
-    assert int(store.add("d2_memfit/test", 1)) in (1, 2)
     model = DistributedDataParallel(nn.Linear(2, 2))
     assert not torch_private.has_communication_hooks(model)
     model.register_comm_hook(None, fp16_compress_hook)

@@ -125,7 +125,7 @@ def test_an_evaluator(tmp_path):
     assert phases(tmp_path) == ["evaluation"]
 
 
-AT_START = "d2_memfit.engine.resuming.resumable_trainer.StateCopy"
+AT_START = "d2_memfit.engine.train_loop.StateCopy"
 
 
 def resumed_trainer(output_dir):

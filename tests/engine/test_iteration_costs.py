@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 import torch
 from detectron2.engine import SimpleTrainer
-from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer, compat
@@ -123,24 +122,3 @@ def test_ranks_exchange_small_tensors_and_no_objects(two_ranks):
     assert all(size <= 32 for _, size in ours[-1])
     accumulated = two_ranks.run(collectives_on_a_rank, "accumulated")[0]
     assert [name for name, _ in accumulated[-1]] == ["all_reduce", "all_reduce"]  # vote, gradients
-
-
-def states_on_a_rank(rank):
-    """The random states that this rank knows of all, after four iterations, and the true ones."""
-    net = Layers()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    trainer = AccumulatingTrainer(net, [torch.ones(2, 4)] * 99, optimizer, 2)
-    with EventStorage() as storage:
-        for storage.iter in range(4):
-            torch.rand(rank + storage.iter)
-            trainer.run_step()
-        expected = comm.all_gather(torch.get_rng_state())
-        if rank == 1:
-            torch.rand(100)
-        states = trainer.run_state.state_dict(3)["ranks"]
-    return [None if s is None else s["random_states"]["torch"] for s in states], expected
-
-
-def test_the_first_rank_has_the_random_states_of_all_without_a_gathering(two_ranks):
-    (states, expected), _ = two_ranks.run(states_on_a_rank)
-    assert all(torch.equal(a, b) for a, b in zip(states, expected))

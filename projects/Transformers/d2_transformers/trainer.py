@@ -20,7 +20,7 @@ from torch.optim import AdamW, Optimizer
 
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.compat import without_ddp
-from d2_memfit.engine.resuming import MemfitCheckpointer
+from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.errors import ConfigError
 
 from .average import AverageWeights

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from d2_memfit.engine.resuming import MemfitCheckpointer
+from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.errors import CheckpointError, DataError
 
 NAMES = ["0.weight", "0.bias", "1.weight", "1.bias", "1.running_mean", "1.running_var"]

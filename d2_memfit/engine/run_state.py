@@ -2,7 +2,6 @@
 """A trainer whose checkpoints contain everything that a run needs to resume exactly."""
 
 import logging
-import pickle
 from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
@@ -11,16 +10,17 @@ from detectron2.engine import HookBase, SimpleTrainer, TrainerBase
 from detectron2.utils import comm
 from torch import nn
 
-from ... import compat
-from ...common.random_state import RandomState
-from ...techniques import ShardedOptimizer
-from .ending import Progress, call_after_train, saved_at_end
-from .rank_states import RankStates
-from .resumable_batches import ResumableBatches, UnknownLoader
+from .. import compat
+from ..common.random_state import RandomState
+from ..techniques import ShardedOptimizer
+from .batches import ResumableBatches, UnknownLoader
+from .ending import call_after_train, saved_at_end
 
 __all__ = ["GatherStates", "ResumableTrainer", "last_iteration"]
 
 logger = logging.getLogger(__name__)
+
+_NO_DATA = "The data start from the beginning: %s"
 
 
 class ResumableTrainer(SimpleTrainer):
@@ -32,7 +32,7 @@ class ResumableTrainer(SimpleTrainer):
     Attributes:
         run: a :class:`~d2_memfit.engine.build.Run`, which begins with ``train``, or with the first
             step of a loop without it. None for a trainer that no job has made.
-        progress: progress of the iteration ``iter``.
+        undo, done, stop_signal, agreed_stop_signal: see :class:`~d2_memfit.engine.SaveOnEnding`.
     """
 
     _has_started = False
@@ -45,16 +45,16 @@ class ResumableTrainer(SimpleTrainer):
         self.run: Any = None
         self.stop_signal = 0
         self.agreed_stop_signal: Optional[int] = None  # before a step
-        self.progress: Optional[Progress] = None
+        self.undo: Optional[Callable[[], None]] = None
+        self.done = -1
         self.data_loader = data_loader
         compat.keep_iterator(self, self.run_state.batches)
 
     def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
         """Train with another loader from now on, as in Detectron2 main."""
         del self.data_loader
-        data_loader = data_loader_builder()
-        self.run_state = RunState(compat.without_ddp(self.model), data_loader)
-        self.data_loader = data_loader
+        self.data_loader = data_loader_builder()
+        self.run_state = RunState(compat.without_ddp(self.model), self.data_loader)
         compat.replace_iterator(self, self.run_state.batches)
 
     def check_train(self) -> None:
@@ -83,9 +83,7 @@ class ResumableTrainer(SimpleTrainer):
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""
         if isinstance(self.optimizer, ShardedOptimizer):
             self.optimizer.consolidate_state_dict()
-        self.run_state.refresh()
-        own = self.run_state.packed(self.learned())
-        self.run_state.ranks.keep(self.iter, comm.gather(own))
+        self.run_state.gathered = self.iter, comm.gather(self.run_state.own(self.learned()))
 
     def learned(self) -> Any:
         """State that only this rank has learned in training, in plain types."""
@@ -107,17 +105,14 @@ def last_iteration(trainer: TrainerBase) -> int:
 
 
 class GatherStates(HookBase):
-    """Calls the trainer's ``gather_states`` just before a hook of any rank saves a checkpoint.
+    """Calls the trainer's ``gather_states`` just before a hook of any rank saves or evaluates.
 
-    Only rank 0 writes checkpoints, and they contain the states of all ranks. Register this hook on
-    all ranks, before the hooks that save.
+    Only rank 0 writes checkpoints, and they contain the states of all ranks. A run may end in an
+    evaluation. Register this hook on all ranks, before the hooks that save.
     """
 
-    def __init__(self) -> None:
-        self._periods: set[int] = set()
-
     def before_train(self) -> None:
-        self._periods = set().union(*comm.all_gather(compat.saving_periods(self.trainer)))
+        self._periods = set().union(*comm.all_gather(compat.periods_of_states(self.trainer)))
 
     def after_step(self) -> None:
         done = self.trainer.iter + 1
@@ -128,8 +123,8 @@ class GatherStates(HookBase):
 class RunState:
     """The order of the data, the random states and the plain numbers of a run.
 
-    Random states are those of all ranks and of their loaders' workers. The plain numbers are those
-    that forwards changed in the model, such as RetinaNet's running normaliser.
+    Random states are those of a rank and of its loader's workers. The plain numbers are those that
+    forwards changed in the model, such as RetinaNet's running normaliser.
 
     Args:
         model: without DDP around it.
@@ -138,105 +133,101 @@ class RunState:
     Attributes:
         batches: iterate these in place of the loader. It is the loader itself if its order cannot
             be resumed.
-        ranks: the states of all ranks.
+        gathered: an iteration, and the states of all ranks after it, on rank 0.
     """
 
     def __init__(self, model: nn.Module, data_loader: Iterable[Any]) -> None:
         self._model = model
         self._device = next(model.parameters()).device
-        self._attributes = _attributes(model)
         self._numbers_at_start = self._numbers()
-        self._why_unknown = ""
+        self.batches: Iterable[Any] = data_loader
         self._data: Optional[ResumableBatches] = None
         try:
-            self._data = ResumableBatches(data_loader)
+            self.batches = self._data = ResumableBatches(data_loader)
         except UnknownLoader as e:
-            self._why_unknown = str(e)
-        self.batches: Iterable[Any] = data_loader if self._data is None else self._data
+            self._unknown = f"{e}"
         self._random_state: Optional[RandomState] = None  # of this rank, until the run starts
         self._is_loaded = False
-        self.ranks = RankStates()
+        self.gathered: tuple[int, list[Any]] = (-1, [])
 
     @property
     def loads_in_this_process(self) -> bool:
         """Whether images are known to be loaded here, with this process's random numbers."""
-        return self._data is not None and self._data.num_workers == 0
+        return self._data is not None and self._data.layout["workers"] == 0
 
     def has_killed_worker(self) -> bool:
         """Whether a worker of the loader was ended with SIGKILL."""
         return self._data is not None and self._data.has_killed_worker()
 
-    def undo_point(self, restore: Callable[[], None]) -> Callable[[], None]:
-        """A function that undoes the changes of an iteration before its optimizer step.
+    def undo_point(self) -> Callable[[], None]:
+        """A function that puts the position in the data back."""
+        return (lambda: None) if self._data is None else self._data.undo_point()
 
-        Args:
-            restore: undoes those of the model and of random states.
-        """
-        undo_data = None if self._data is None else self._data.undo_point()
-
-        def put_back() -> None:
-            restore()
-            if undo_data is not None:
-                undo_data()
-
-        return put_back
+    def own(self, learned: Any) -> dict[str, Any]:
+        """The state of this rank, in plain types and tensors, with what this rank has learned."""
+        return {
+            "random_states": RandomState(self._device).state_dict(),
+            "numbers": dict(self._numbers().items() - self._numbers_at_start.items()),
+            "data": self._data and self._data.state(),
+            **({} if learned is None else {"learned": learned}),
+        }
 
     def state_dict(self, iteration: int, learned: Any = None) -> dict[str, Any]:
-        """The state in plain types and tensors. Ranks whose state is not known have None.
-
-        Args:
-            learned: what this rank has learned.
-        """
-        self.refresh()
-        packed = self.ranks.after(iteration)
-        packed[comm.get_rank()] = self.packed(learned)
-        ranks = [state and _unpacked(state) for state in packed]
+        """The state in plain types and tensors. Ranks whose state is not known have None."""
+        gathered_at, ranks = self.gathered
+        ranks = (
+            list(ranks) if gathered_at == iteration and ranks else [None] * comm.get_world_size()
+        )
+        ranks[comm.get_rank()] = self.own(learned)
         return {"ranks": ranks, "data": self._data and self._data.stream()}
-
-    def packed(self, learned: Any = None) -> bytes:
-        """The state of this rank, quick to make and to send."""
-        numbers = dict(self._numbers().items() - self._numbers_at_start.items())
-        data = self._data and self._data.packed()
-        return pickle.dumps((RandomState(self._device).state_dict(), numbers, data, learned))
-
-    def refresh(self) -> None:
-        """Look up the names of the model's modules again, because it may have new ones."""
-        self._attributes = _attributes(self._model)
 
     def _numbers(self) -> dict[str, Any]:
         """The plain numbers among the attributes of all modules, by their full names."""
         return {
             f"{name}.{key}": float(value) if isinstance(value, float) else int(value)
-            for name, attributes in self._attributes
-            for key, value in attributes.items()
+            for name, module in self._model.named_modules()
+            for key, value in vars(module).items()
             if isinstance(value, (int, float)) and not isinstance(value, bool)
         }
 
     def load_state_dict(self, state: Optional[dict[str, Any]]) -> None:
         """Continue from a checkpoint's state; None if it has none."""
-        self._is_loaded = True
+        self._is_loaded, self._random_state = True, None
         if state is None:
-            logger.warning(
-                "The data start from the beginning, because the checkpoint has neither their order "
-                "nor random states. Checkpoints of plain Detectron2 have none. A checkpointer of "
-                'your own saves them after checkpointer.add_checkpointable("trainer", trainer)'
+            why = (
+                "the checkpoint has neither their order nor random states. Checkpoints of plain "
+                "Detectron2 have none. A checkpointer of your own saves them after "
+                'checkpointer.add_checkpointable("trainer", trainer)'
             )
+            logger.warning(_NO_DATA, why)
             return
-        ranks = state["ranks"]
-        rank = comm.get_rank()
+        ranks, rank = state["ranks"], comm.get_rank()
         own = ranks[rank] if rank < len(ranks) else None
-        self._random_state = None
         if own is not None:
-            self._set_numbers(own["numbers"])
+            modules = dict(self._model.named_modules())
+            for name, value in own["numbers"].items():
+                module, _, attribute = name.rpartition(".")
+                if module in modules:
+                    setattr(modules[module], attribute, value)
             self._random_state = RandomState.from_state_dict(own["random_states"], self._device)
             self._random_state.restore()
         elif rank < len(ranks):
-            logger.warning(
-                "The checkpoint has no random states of rank %d, because it was saved without "
-                "trainer.gather_states()",
-                rank,
-            )
-        self._load_data(state["data"], [r and r["data"] for r in ranks])
+            logger.warning("The checkpoint has no random states of rank %d, which had ended", rank)
+        if self._data is None:
+            text = "only a loader of build_detection_train_loader can be resumed, and this is "
+            logger.warning(_NO_DATA, text + self._unknown)
+        elif state["data"] is None:
+            logger.warning(_NO_DATA, "the run of the checkpoint had another loader")
+        else:
+            try:
+                is_same = self._data.load_state_dict(
+                    state["data"], [r and r["data"] for r in ranks]
+                )
+            except ValueError as e:
+                logger.warning(_NO_DATA, f"dataset or sampler have changed: {e}")
+                return
+            text = "" if is_same else ", but for up to a batch of each worker: the layout is new"
+            logger.info("The data continue where they were%s", text)
 
     def restore_again(self, start_iter: int) -> None:
         """Restore again, because code since the load may have drawn random numbers."""
@@ -245,54 +236,3 @@ class RunState:
         if self._random_state is not None:
             self._random_state.restore()
         self._random_state = None
-
-    def _load_data(self, stream: Optional[dict[str, Any]], ranks: list[Any]) -> None:
-        if self._data is None:
-            logger.warning(
-                "The data start from the beginning: only a loader of "
-                "build_detection_train_loader can be resumed, and the training loader is %s",
-                self._why_unknown,
-            )
-            return
-        if stream is None:
-            logger.warning(
-                "The data start from the beginning: the run of the checkpoint had another loader"
-            )
-            return
-        known = next(state for state in ranks if state)
-        unknown = {"workers": [None] * len(known["workers"]), "seeds": None, "waiting": []}
-        try:
-            is_same = self._data.load_state_dict(
-                stream, [state or {**known, **unknown} for state in ranks]
-            )
-        except ValueError as e:
-            logger.warning(
-                "The data start from the beginning, because dataset or sampler have changed: %s", e
-            )
-            return
-        changed = (
-            ". The number of ranks, workers or images has changed, so the remaining images are "
-            "distributed again, with other random augmentations"
-        )
-        logger.info("The data continue where they were%s", "" if is_same else changed)
-
-    def _set_numbers(self, numbers: dict[str, Any]) -> None:
-        modules = dict(self._model.named_modules())
-        for name, value in numbers.items():
-            module, _, attribute = name.rpartition(".")
-            if module in modules:
-                setattr(modules[module], attribute, value)
-
-
-def _unpacked(state: bytes) -> dict[str, Any]:
-    states, numbers, data, learned = pickle.loads(state)
-    return {
-        "random_states": states,
-        "numbers": numbers,
-        "data": data and ResumableBatches.unpacked(data),
-        **({} if learned is None else {"learned": learned}),
-    }
-
-
-def _attributes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, vars(module)) for name, module in model.named_modules()]

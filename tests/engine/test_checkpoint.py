@@ -18,7 +18,7 @@ from saving import resumed, trainer_of
 from tiny import ROOT
 
 from d2_memfit.common.files import LEFTOVERS, FolderLock, temporary_name
-from d2_memfit.engine.resuming import MemfitCheckpointer
+from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.errors import CheckpointError, ConfigError
 
 

@@ -1,0 +1,295 @@
+# Copyright (c) the d2_memfit developers.
+"""Commands that are ended at each moment, and go on to the weights of a run that nothing ends."""
+
+import contextlib
+import functools
+import itertools
+import os
+import random
+import re
+import shutil
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+from forks import FORKED_RANKS, Forked
+from resumed import coins_cfg, is_there
+from tiny import ROOT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="sums on a GPU are not always the same"),
+]
+
+LAST = 3  # iteration
+TIME_LIMIT_S = 240  # a machine may be busy with other things
+RANKS = ["--num-gpus", 2, "--dist-url", "auto"]
+KEYS = {
+    "SOLVER.ACCUMULATION_STEPS": 1,
+    "SOLVER.MAX_ITER": LAST + 1,
+    "SOLVER.CHECKPOINT_PERIOD": 2,
+    "DATASETS.TRAIN": ("cli_train",),
+    "DATASETS.TEST": ("cli_train",),
+    "DATALOADER.NUM_WORKERS": 1,
+}
+
+# Ends the run once, at a moment of one rank.
+INJECTION = """
+import multiprocessing, os, signal, time
+from pathlib import Path
+
+import torch
+from detectron2.evaluation import COCOEvaluator
+from detectron2.utils import comm
+from d2_memfit.engine import AccumulatingTrainer, MemfitMixin, SaveOnEnding
+
+moment, kind, rank, last, done = os.environ["INJECTION"].split(":")
+
+def end_here(now):
+    if now != moment or comm.get_rank() != int(rank) or Path(done).exists():
+        return
+    Path(done).write_text(str(time.time()))
+    if kind == "error":
+        raise ValueError("injected")
+    if kind == "worker":
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+        time.sleep(5)  # PyTorch's handler raises in it
+    else:
+        os.kill(os.getpid(), getattr(signal, kind))
+        time.sleep(0.1)
+
+def at(owner, name, moment_of):
+    original = getattr(owner, name)
+
+    def replacement(*args, **kwargs):
+        end_here(moment_of(*args))
+        return original(*args, **kwargs)
+
+    setattr(owner, name, replacement)
+
+def at_last(text):
+    return lambda hook, *_: text if getattr(hook, "trainer", hook).iter == int(last) else ""
+
+def is_last(state):
+    return isinstance(state, dict) and state.get("iteration") == int(last)
+
+at(MemfitMixin, "_complete", lambda *_: "start")
+at(AccumulatingTrainer, "run_step", at_last("iteration"))
+at(SaveOnEnding, "after_step", at_last("last hook"))
+at(torch, "save", lambda state, *_: "save" if is_last(state) else "")
+at(COCOEvaluator, "process", lambda *_: "evaluation")
+at(COCOEvaluator, "evaluate", lambda *_: "results")
+"""
+
+# TorchScript optimises a function after its first call, so a resumed run would differ in a bit.
+EAGER = """
+from detectron2.modeling.meta_arch import retinanet
+from fvcore.nn import sigmoid_focal_loss
+
+retinanet.sigmoid_focal_loss_jit = sigmoid_focal_loss
+"""
+
+STATUSES = {"error": 1, "worker": 2, "SIGTERM": 143, "SIGINT": 130}
+LINES = {
+    "error": "error: ValueError: injected",
+    "worker": "error: .*a worker was killed",
+    "SIGTERM": "SIGTERM: end|error: rank 1 of this machine was ended with SIGTERM",
+    "SIGINT": "SIGINT: end",
+    "SIGKILL": "error: rank 1 of this machine was ended with SIGKILL",
+}
+OTHER_RANK = "error: the connection to another rank is lost|SIGTERM: end"
+MOMENTS = ["start", "iteration", "last hook", "save", "evaluation", "results"]
+
+
+def command_of(folder, coins, name, ranks, **keys):
+    cfg = coins_cfg(folder / name, "retinanet", **{**KEYS, **keys})
+    (folder / f"{name}.yaml").write_text(cfg.dump())
+    options = ["--config-file", folder / f"{name}.yaml", "--resume"]
+    data = ["--coco", "cli_train", coins / "train.json", coins / "train"]
+    train_net = ROOT / "tools" / "train_net.py"
+    return [train_net, *options, *data, *(RANKS if ranks > 1 else [])]
+
+
+def start(command, printed, injection=""):
+    code = EAGER + (INJECTION if injection else "") + FORKED_RANKS
+    environment = {"INJECTION": injection, "OMP_NUM_THREADS": "1"}
+    return Forked(["-c", code, *command], printed, env=environment)
+
+
+def finish(job):
+    """The status of a command, and the seconds since the epoch when it ended, with its workers."""
+    try:
+        status, ended = job.wait(TIME_LIMIT_S), time.time()
+        while is_there(job.pid):
+            assert time.time() < ended + TIME_LIMIT_S
+            time.sleep(0.1)
+        return status, ended
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def straight_runs(coins, tmp_path_factory):
+    """Weights of runs that nothing ends."""
+
+    @functools.cache
+    def run(ranks, **keys):
+        folder = tmp_path_factory.mktemp("straight")
+        command = command_of(folder, coins, "run", ranks, **keys)
+        status, _ = finish(start(command, folder / "printed"))
+        assert status == 0, (folder / "printed").read_text()
+        return final_weights(folder / "run")
+
+    return run
+
+
+def final_weights(folder):
+    return torch.load(folder / "model_final.pth", weights_only=True)["model"]
+
+
+def last_checkpoint(folder):
+    """The checkpoint to resume from, and whether the states of all ranks are known in it."""
+    file = folder / (folder / "last_checkpoint").read_text()
+    checkpoint = torch.load(file, weights_only=True)
+    return checkpoint, all(checkpoint["trainer"]["_trainer"]["run"]["ranks"])
+
+
+@pytest.mark.parametrize(
+    ("moment", "kind", "ranks"),
+    [
+        *itertools.product(MOMENTS, ["error", "SIGTERM", "SIGINT", "worker", "SIGKILL"], [1]),
+        *itertools.product(MOMENTS, ["error", "SIGTERM", "worker", "SIGKILL"], [2]),
+    ],
+)
+def test_a_command_ends_with_a_line_and_goes_on_to_the_same_weights(
+    coins, straight_runs, tmp_path, moment, kind, ranks
+):
+    if (moment, kind) == ("start", "worker"):
+        pytest.skip("there are no workers yet")
+    expected, folder, done = straight_runs(ranks), tmp_path / "run", tmp_path / "done"
+    rank = 0 if moment == "save" else ranks - 1  # which saves
+    command = command_of(tmp_path, coins, "run", ranks)
+    injection = f"{moment}:{kind}:{rank}:{LAST}:{done}"
+    status, ended = finish(start(command, tmp_path / "printed", injection))
+    shown = (tmp_path / "printed").read_text()
+    is_killed = kind == "SIGKILL"
+    assert status == (STATUSES[kind] if not is_killed else 137 if ranks > 1 else -9), shown
+    assert "Traceback" not in shown
+    if not is_killed:
+        lines = [line for line in shown.splitlines() if re.search("error: |SIG[A-Z]+: end", line)]
+        assert [line for line in lines if re.search(LINES[kind], line)], shown
+        assert all(re.search(f"{LINES[kind]}|{OTHER_RANK}", line) for line in lines), lines
+    assert ended - float(done.read_text()) < 30, shown
+    assert "copypaste" not in shown  # nothing is evaluated after a failed run
+    if moment == "start":
+        assert not (folder / "last_checkpoint").exists()
+    else:
+        steps = LAST - (moment == "iteration" and kind not in ("SIGTERM", "SIGINT"))
+        if is_killed and rank == 0:  # the last periodic checkpoint is there
+            steps = 1 if moment in ("iteration", "save") else LAST
+        checkpoint, is_known = last_checkpoint(folder)
+        assert checkpoint["iteration"] == steps
+        # The first rank does not know the random states of one that has ended in an iteration.
+        assert is_known == ((moment, ranks) != ("iteration", 2) or steps == LAST)
+        if not is_known:
+            expected = {}
+    status, _ = finish(start(command, tmp_path / "resumed"))
+    shown = (tmp_path / "resumed").read_text()
+    assert status == 0, shown
+    assert "copypaste" in shown
+    assert all(torch.equal(final_weights(folder)[k], v) for k, v in expected.items())
+
+
+ENDINGS = {signal.SIGKILL: 3, signal.SIGTERM: 2, signal.SIGINT: 1, signal.SIGHUP: 1}  # and weights
+LATE = r"iter: 1[45] |Start inference on"  # of 16 iterations; the evaluation after them, too
+
+
+def end_at_random(job, printed, is_late, rng):
+    """End a job, or one of its ranks, at a moment after training starts; return how."""
+    seen = LATE if is_late else "Starting training" if rng.random() < 0.9 else ""
+    while not re.search(seen, printed.read_text()) and job.poll() is None:
+        time.sleep(0.02)
+    time.sleep(rng.uniform(0, 1.5 if is_late else 5))
+    number = rng.choices(list(ENDINGS), ENDINGS.values())[0]
+    target = rng.choice(("job", "all", "rank 0", "rank 1"))
+    was_running = job.poll() is None
+    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, IndexError):
+        children = psutil.Process(job.pid).children()
+        ranks = [c for c in children if "resource_tracker" not in " ".join(c.cmdline())]
+        if target == "all":
+            os.killpg(job.pid, number)
+        else:
+            os.kill(job.pid if target == "job" else ranks[int(target[-1])].pid, number)
+    status, _ = finish(job)
+    return f"{signal.Signals(number).name} to {target}: {status}" if was_running else ""
+
+
+@pytest.mark.exhaustive
+def test_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weights(
+    coins, straight_runs, tmp_path
+):
+    """Six endings, or as many as ENDINGS says.
+
+    Half of them are of resumed runs. A third are of runs with evaluations, and a third in the last
+    two iterations or the evaluation after them. Where a rank was lost in an iteration, the first
+    one does not know its random states: then the run only has to be completed.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job ignores it where this does, as in nohup
+    rng, printed = random.Random(int(os.environ.get("SEED", "0"))), tmp_path / "printed"
+    keys = {"SOLVER.MAX_ITER": 16, "SOLVER.CHECKPOINT_PERIOD": 6}
+    kinds = [keys, {**keys, "TEST.EVAL_PERIOD": 3}]
+    done, num_unknown = [], 0
+    while len(done) < int(os.environ.get("ENDINGS", "6")):
+        number = len(done)
+        kind = kinds[number // 2 % 3 == 2]
+        command = command_of(tmp_path, coins, f"run{number}", 2, **kind)
+        is_known = True
+        for is_late in (number % 3 == 0, number % 3 == 1):
+            printed.write_text("")
+            ending = end_at_random(start(command, printed), printed, is_late, rng)
+            done += [ending] if ending else []
+            print(len(done), "late" if is_late else "", ending, flush=True)
+            if (tmp_path / f"run{number}" / "last_checkpoint").exists():
+                is_known &= last_checkpoint(tmp_path / f"run{number}")[1]
+                assert is_known or "SIGKILL to rank 1" in done[-1] or ending == "", done
+        assert finish(start(command, printed))[0] == 0, printed.read_text()[-4000:]
+        actual, expected = final_weights(tmp_path / f"run{number}"), straight_runs(2, **kind)
+        is_same = all(torch.equal(actual[key], expected[key]) for key in expected)
+        num_unknown += not is_known
+        assert is_same or not is_known, done
+        print("same" if is_same else "other", "states known" if is_known else "", flush=True)
+        shutil.rmtree(tmp_path / f"run{number}")
+    print(f"{len(done)} endings, {num_unknown} runs whose other rank was lost in an iteration")
+
+
+LATE_RANK = """
+import os, signal, time
+import torch.distributed as dist
+from d2_memfit.engine import launch
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
+
+def main():
+    dist.barrier()
+    if attempt == 0:
+        if rank == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+if rank == "1" and attempt > 0:
+    time.sleep(1)
+launch(main, 1)
+"""
+
+
+def test_a_restarted_rank_of_torchrun_does_not_look_for_a_dead_one(tmp_path):
+    """It found the address of the last attempt when the other rank started later."""
+    script, printed = tmp_path / "late_rank.py", tmp_path / "printed"
+    script.write_text(LATE_RANK)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    assert finish(Forked([*torchrun, "--max-restarts", 1, script], printed))[0] == 0
+    assert "Connection refused" not in printed.read_text()
