@@ -14,7 +14,6 @@ from .. import compat
 from ..common.rank_table import rank_table
 from ..errors import one_line
 from .attempts import RecoveryReport
-from .losses import CountReport
 from .window import MicroBatch, Window, image_names
 
 __all__ = ["RankReport", "Vote", "check_finite", "mean_losses", "write_metrics"]
@@ -33,7 +32,7 @@ class RankReport:
     has_gradient: list[bool] = field(default_factory=list)
     recovery: Optional[RecoveryReport] = None
     error: str = ""  # for which all ranks end: memory ran out for good
-    counts: CountReport = field(default_factory=CountReport)
+    refused: str = ""  # for which all ranks end: the config cannot train this model
     stop_signal: int = 0  # the signal that asked this rank to end the run
     run_state: Any = None  # for a checkpoint of the first rank, see StatesOfRanks
 

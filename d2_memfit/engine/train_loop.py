@@ -16,11 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..common.checks import check_positive_int
-from ..errors import OutOfMemoryError
+from ..errors import ConfigError, OutOfMemoryError
 from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .attempts import Recovery, RecoveryReport, WindowRetries, observed, run_all
-from .losses import CommunicationError, CountReport, LossRules
+from .counts import Counts
+from .loss_check import LIMIT, LIMIT_OF_16_BITS
 from .not_finite import likely_cause
 from .rank_report import RankReport, Vote, check_finite, mean_losses, write_metrics
 from .reduce import average_gradients, check_ddp, image_share
@@ -111,8 +112,14 @@ class AccumulatingTrainer(ResumableTrainer):
         options = normalizers or NormalizerOptions()
         if self._reduces_in_backward:  # losses are divided as in Detectron2
             options = NormalizerOptions("off")
-        self.loss_rules = LossRules(
-            bare_model, self._losses, options, recovers, self.cutter, accumulation_steps
+        self.counts = Counts(
+            bare_model,
+            self._losses,
+            options,
+            recovers,
+            self.cutter,
+            accumulation_steps > 1,
+            LIMIT if precision.dtype == torch.float32 else LIMIT_OF_16_BITS,
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
@@ -121,7 +128,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 bare_model,
                 self.cutter,
                 mixed_precision=precision.dtype != torch.float32,
-                may_recover=lambda: self.loss_rules.communication.may_recover,
+                may_recover=lambda: self.counts.may_recover,
             )
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
             check_ddp(model, recovers=recovers)
@@ -167,7 +174,6 @@ class AccumulatingTrainer(ResumableTrainer):
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
                 reports = self._vote(window, self._attempt(window, storage))
             storage.write()
-            self.loss_rules.end_iteration([r.counts for r in reports])
             if self.recovery is not None:
                 self.recovery.end_iteration([r.recovery or RecoveryReport() for r in reports])
         check_finite(reports, self.iter)
@@ -210,19 +216,17 @@ class AccumulatingTrainer(ResumableTrainer):
             with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
                     window.load_all()  # a second run must not draw random numbers again
-                self.loss_rules.prepare(window, self._forward)
+                self.counts.prepare(window, self._forward)
                 self._run_micro_batches(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
                 return RankReport(recovery=None if retries is None else retries.end())
         except OutOfMemoryError as e:
             self.model.zero_grad(set_to_none=True)
-            if self.loss_rules.communication.known:  # the other ranks wait in a forward
+            if self.counts.communicates:  # the other ranks wait in a forward
                 raise
             return RankReport(error=str(e))
-        except CommunicationError as e:  # its images are left out, and the report tells all ranks
-            self.model.zero_grad(set_to_none=True)
-            window.put_all_back()
-            return RankReport(counts=CountReport(str(e)))
+        except ConfigError as e:
+            return RankReport(refused=str(e))
 
     def _run_micro_batches(
         self,
@@ -234,16 +238,16 @@ class AccumulatingTrainer(ResumableTrainer):
 
         def take() -> Optional[MicroBatch]:
             has_failed = retries is not None and retries.report.oom_events > 0
-            if has_failed and not window.micro_batches and self.loss_rules.is_one_piece:
+            if has_failed and not window.micro_batches and self.counts.is_one_piece:
                 # It was one piece, which needs no counts, and is cut now.
-                self.loss_rules.prepare(window, self._forward)
+                self.counts.prepare(window, self._forward)
             return self.cutter.take(window)
 
         def run(micro_batch: MicroBatch) -> None:
             if storage is not None:
                 storage.next_micro_batch(micro_batch.num_images)
             loss = self._forward(micro_batch)
-            with self.loss_rules.answering(micro_batch, replays=True):
+            with self.counts.around(micro_batch, replays=True):
                 self._backward(loss, self._weight(micro_batch, window))
             if storage is not None and retries is None:
                 micro_batch.keep_names_only()
@@ -255,12 +259,16 @@ class AccumulatingTrainer(ResumableTrainer):
         with (
             watched(self.model, self.recovery is not None),
             observed(self.out_of_memory_observers),
-            self.precision.autocast(),
+            self.counts.around(micro_batch),
         ):
-            return self.loss_rules.run(micro_batch, partial(self._losses, self.model))
+            losses = self.counts.weighted(self._losses(self.model, micro_batch.batch))
+            total: Any = sum(losses.values())
+            micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
+            return total
 
     def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-        return losses_of(model, batch, self.loss_fn)
+        with self.precision.autocast():
+            return losses_of(model, batch, self.loss_fn)
 
     def _weight(self, micro_batch: MicroBatch, window: Window) -> Union[float, torch.Tensor]:
         if self._reduces_in_backward:  # DDP averages over ranks
@@ -287,9 +295,8 @@ class AccumulatingTrainer(ResumableTrainer):
         """
         try:
             with self._explained("vote", window):
-                if not mine.error:
+                if not (mine.error or mine.refused):
                     mine.add(window, self._reduced_later(), self._likely_cause)
-                    mine.counts = self.loss_rules.report(window, mine.counts.communicates)
         except OutOfMemoryError as e:
             mine = RankReport(error=str(e))
         mine.stop_signal = self.stop_signal
@@ -299,6 +306,8 @@ class AccumulatingTrainer(ResumableTrainer):
             mine.run_state = self.run_state.ranks.put(self.iter, pack)
         reports = self._exchange.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
+        if refused := [r.refused for r in reports if r.refused]:
+            raise ConfigError(refused[0])
         if errors := [r.error for r in reports if r.error]:
             raise OutOfMemoryError("\n".join(errors))
         return reports
@@ -310,19 +319,11 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _likely_cause(self, micro_batch: MicroBatch) -> str:
         model = compat.without_ddp(self.model)
-        without_labels = self.loss_rules.rules.not_finite
-        if any(
-            not micro_batch.losses[k].isfinite() for k in without_labels & {*micro_batch.losses}
-        ):
-            return (
-                f"a micro-batch without labels, for which {', '.join(sorted(without_labels))} is "
-                "not finite: sum over the labels, and divide by d2_memfit.window_count(labels)"
-            )
         in_float32 = None
         is_mixed = self.precision.dtype != torch.float32
         has_images = any("image" in image for image in dataset_dicts(micro_batch.data))
         if is_mixed and has_images and comm.get_world_size() == 1:  # a forward may communicate
-            in_float32 = partial(self._losses, model, micro_batch.batch)
+            in_float32 = partial(losses_of, model, micro_batch.batch, self.loss_fn)
         return likely_cause(model, micro_batch.data, in_float32)
 
     def _end_step(self, reports: list[RankReport]) -> None:
@@ -357,8 +358,8 @@ class AccumulatingTrainer(ResumableTrainer):
         learned = [rank.pop("learned", None) if rank else None for rank in state["run"]["ranks"]]
         if self.recovery is not None:
             state["recovery"] = self.recovery.state_dict(learned)
-        if rules := self.loss_rules.state_dict():
-            state["loss_rules"] = rules
+        if counts := self.counts.state_dict():
+            state["counts"] = counts
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -366,4 +367,4 @@ class AccumulatingTrainer(ResumableTrainer):
         self.precision.load_state_dict(state_dict)
         if self.recovery is not None and "recovery" in state_dict:
             self.recovery.load_state_dict(state_dict["recovery"])
-        self.loss_rules.load_state_dict(state_dict.get("loss_rules", {}))
+        self.counts.load_state_dict(state_dict.get("counts", {}))
