@@ -9,10 +9,9 @@ methods of a few well-known criteria, whose counts cannot be seen from outside (
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from types import FrameType
@@ -25,17 +24,6 @@ from torch import nn
 
 from ..common.patching import replaced_functions
 from ..compat.pytorch import cross_entropy_owner, default_group_answered
-
-__all__ = [
-    "Collective",
-    "Place",
-    "answering_counts",
-    "cross_entropies_answered",
-    "means_answered",
-    "noticed_collectives",
-    "place_of_caller",
-    "second_rank_pretended",
-]
 
 if dist.is_available():
     import torch.distributed.nn  # its functions' default group is the group at import
@@ -55,69 +43,65 @@ _PASSED_ON = (
     "/detectron2/utils/comm.py",
 )
 _MOST_COUNTS = 4096  # numbers in a tensor that are taken for counts, such as one for each class
-_FUNCTION = torch.autograd.function.__file__
 _REDUCTION_MEAN = 1  # what PyTorch's functions of losses call it
 
 Place = tuple[tuple[str, int], ...]  # file and line of the call and its callers, innermost first
 
 
-@dataclass
 class Collective:
     """One call of a collective.
 
     Attributes:
         name: as in ``torch.distributed``.
         place: where the model's code calls it.
-        module: class of the innermost module that calls it.
         tensors: the tensors that the call changes in place.
-        sent: the tensors that it sends, if they are others, as in an all_gather.
         num_ranks: those of its group.
         scale: factor by which it multiplies a value that all ranks have: the ranks of its group
             for a sum, 1 for a mean; None for other calls.
-        is_differentiable: whether gradients flow through it.
+        is_count: whether it may sum numbers that losses are divided by.
     """
 
-    name: str
-    place: Place
-    module: str
-    tensors: Sequence[torch.Tensor]
-    sent: Sequence[torch.Tensor]
-    num_ranks: int
-    scale: Optional[int]
-    is_differentiable: bool
-
-    @property
-    def is_count(self) -> bool:
-        """Whether it may sum numbers that losses are divided by."""
-        return (
-            self.scale is not None
-            and self.name == "all_reduce"
-            and not self.is_differentiable
+    def __init__(self, name: str, args: Sequence[Any], num_ranks: int) -> None:
+        self.name = _NAMES.get(name, name)
+        self.place = place_of_caller()
+        self.num_ranks = num_ranks
+        self.tensors, sent = _flat(args[:1]), _flat(args[1:2])
+        op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
+        factor = num_ranks if op == dist.ReduceOp.SUM else 1 if op == dist.ReduceOp.AVG else None
+        self.scale = factor if "reduce" in name and not sent else None
+        in_module = takewhile(
+            lambda f: not isinstance(f.f_locals.get("self"), nn.Module), _frames()
+        )
+        # In the forward of a function with its own backward.
+        has_gradient = any(
+            f.f_code.co_filename == torch.autograd.function.__file__ for f in in_module
+        )
+        self.is_count = (
+            self.name == "all_reduce"
+            and self.scale is not None
             and self.tensors[0].numel() <= _MOST_COUNTS
             and self.tensors[0].dtype != torch.bool
+            and not (has_gradient or self.tensors[0].requires_grad)
         )
 
     def run_alone(self) -> bool:
-        """Answer as if all ranks had sent what this one sends; return whether that is possible."""
-        if self.name in ("all_gather", "all_gather_into_tensor") and len(self.sent) == 1:
-            for received in self.tensors:
-                received.view(-1, *self.sent[0].shape).copy_(self.sent[0])
-        elif self.name in ("all_reduce", "reduce"):
-            for tensor in self.tensors:
-                tensor.mul_(self.scale or 1)
-        else:
-            return self.name in ("barrier", "broadcast", "monitored_barrier")
-        return True
+        """Answer as if all ranks had sent what this one sends; return whether that was done."""
+        if self.num_ranks == 1:  # a group of this process alone
+            return False
+        for tensor in self.tensors if self.scale else ():
+            tensor.detach().mul_(self.scale)
+        return self.scale is not None or self.name in ("barrier", "broadcast", "reduce")
 
     def __str__(self) -> str:
-        file, line = self.place[0] if self.place else ("a file that is not known", 0)
-        return f"{self.name} in {file}:{line} ({self.module})"
+        return "{} in {}:{}".format(
+            self.name, *(self.place or [("a file that is not known", 0)])[0]
+        )
 
 
 @contextmanager
 def noticed_collectives(handle: Callable[[Collective], bool]) -> Iterator[None]:
-    """While open, pass the collectives of this process to ``handle``, which runs those that it
-    returns False for.
+    """While open, pass the collectives of this process to ``handle``, and run those for which it
+    returns False.
 
     They are seen where PyTorch passes them to a process group. The name or library of the call does
     not matter. DistributedDataParallel's own are not seen, nor are functional collectives, which
@@ -127,18 +111,16 @@ def noticed_collectives(handle: Callable[[Collective], bool]) -> Iterator[None]:
     def replacement(name: str) -> Callable[..., Any]:
         def made(original: Callable[..., Any]) -> Callable[..., Any]:
             def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-                call = _collective(_NAMES.get(name, name), args, group.size())
-                return _Done() if handle(call) else original(group, *args, **kwargs)
+                is_done = handle(Collective(name, args, group.size()))
+                return _Done() if is_done else original(group, *args, **kwargs)
 
             return method
 
         return made
 
-    if not dist.is_available():
-        yield
-        return
-    methods = {name: replacement(name) for name in filter(_METHOD.match, dir(dist.ProcessGroup))}
-    with replaced_functions([dist.ProcessGroup], methods):
+    group = dist.ProcessGroup if dist.is_available() else None
+    methods = {name: replacement(name) for name in filter(_METHOD.match, dir(group))}
+    with replaced_functions([group], methods):
         yield
 
 
@@ -151,14 +133,12 @@ def second_rank_pretended() -> AbstractContextManager[None]:
     return default_group_answered(lambda _: group)
 
 
-@contextmanager
-def cross_entropies_answered() -> Iterator[None]:
+def cross_entropies_answered() -> AbstractContextManager[None]:
     """While open, a mean of cross-entropies with weights asks :data:`counts` for its factor."""
-    with replaced_functions([cross_entropy_owner], {"cross_entropy_loss": _cross_entropy}):
-        yield
+    return replaced_functions([cross_entropy_owner], {"cross_entropy_loss": _cross_entropy})
 
 
-@lru_cache(maxsize=None)  # one function: torch.compile compiles again for another
+@cache  # one function: torch.compile compiles again for another
 def _cross_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def cross_entropy(logits: Any, target: Any, weight: Any, *rest: Any) -> torch.Tensor:
         loss = original(logits, target, weight, *rest)
@@ -167,6 +147,7 @@ def _cross_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., torch
         if target.is_floating_point() or counts is None:
             return loss
         is_counted = target != rest[1]
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         own = (weight[target.where(is_counted, 0)] * is_counted).sum()
         return loss * counts.factor(own, 1e-12)
 
@@ -175,6 +156,13 @@ def _cross_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 # Answers while a forward runs: its count(own, minimum), factor(own, minimum) and share.
 counts: Any = None
+
+# The kind of count ("sum" over ranks, "count" or "mean"), its place, and the number of the call
+# there in one forward. Plain types, for checkpoints.
+Site = tuple[str, Place, int]
+Numbers = dict[Site, torch.Tensor]  # float64 on the host; a vector has a number for each class
+OBJECTS: Site = ("objects", (), 0)
+IMAGES: Site = ("images", (), 0)
 
 
 @contextmanager
@@ -252,17 +240,13 @@ def _running_mean(original: Callable[..., float]) -> Callable[..., float]:
         share = 1.0 if counts is None else counts.share
         if share == 1:
             return original(module, name, value, initial_value, momentum)
-        # Plain numbers of the module, so that a retry puts them back.
-        state = vars(module)
-        iteration = get_event_storage().iter
-        if state.get(f"{name}_share", 1.0) > 1 - 1e-6 or state[f"{name}_of_window"] != iteration:
-            state[f"{name}_of_window"] = iteration
-            state[f"{name}_before"] = state.get(name, initial_value)
-            state[f"{name}_sum"] = state[f"{name}_share"] = 0.0
-        state[f"{name}_sum"] += value
-        state[f"{name}_share"] += share
-        estimate = state[f"{name}_sum"] / state[f"{name}_share"]
-        state[name] = state[f"{name}_before"] * momentum + estimate * (1 - momentum)
+        state, iteration = vars(module), get_event_storage().iter  # a retry puts attributes back
+        of, before, total, shares = state.get(f"{name}_of_window", (None, 0.0, 0.0, 1.0))
+        if of != iteration or shares > 1 - 1e-6:
+            before, total, shares = state.get(name, initial_value), 0.0, 0.0
+        total, shares = total + value, shares + share
+        state[f"{name}_of_window"] = iteration, before, total, shares
+        state[name] = before * momentum + total / shares * (1 - momentum)
         return float(state[name] * share)
 
     return update
@@ -273,13 +257,13 @@ def place_of_caller(depth: int = 3) -> Place:
 
     The result is the same on all machines, wherever the code is installed.
     """
-    frames = dropwhile(_passes_on, _frames())  # the same if a part of the forward runs again
-    own = islice(takewhile(lambda frame: not _passes_on(frame), frames), depth)
+
+    def passes_on(frame: FrameType) -> bool:
+        return any(part in frame.f_code.co_filename for part in _PASSED_ON)
+
+    frames = dropwhile(passes_on, _frames())  # the same if a part of the forward runs again
+    own = islice(takewhile(lambda frame: not passes_on(frame), frames), depth)
     return tuple(("/".join(Path(f.f_code.co_filename).parts[-2:]), f.f_lineno) for f in own)
-
-
-def _passes_on(frame: FrameType) -> bool:
-    return any(part in frame.f_code.co_filename for part in _PASSED_ON)
 
 
 def _frames() -> Iterator[FrameType]:
@@ -287,25 +271,6 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _collective(name: str, args: Sequence[Any], num_ranks: int) -> Collective:
-    module = "no module"
-    is_differentiable = False
-    for frame in _frames():
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            module = type(owner).__name__
-            break
-        # The forward of a function with its own backward.
-        is_differentiable |= frame.f_code.co_filename == _FUNCTION
-    tensors, sent = _flat(args[:1]), _flat(args[1:2])
-    op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
-    scale = num_ranks if op == dist.ReduceOp.SUM else 1 if op == dist.ReduceOp.AVG else None
-    is_differentiable = is_differentiable or any(t.requires_grad for t in tensors)
-    scale = scale if "reduce" in name and not sent else None
-    place = place_of_caller()
-    return Collective(name, place, module, tensors, sent, num_ranks, scale, is_differentiable)
 
 
 def _flat(value: Any) -> list[Any]:
@@ -319,3 +284,20 @@ class _Done:
 
     def wait(self, *args: Any) -> bool:
         return True
+
+
+def added(counts: Iterable[Mapping[Site, Any]]) -> Numbers:
+    """Sums of counts, site by site. This waits for counts on a device."""
+    sums: Numbers = {}
+    for of_forward in counts:
+        for site, count in of_forward.items():
+            own = torch.as_tensor(count).detach().to("cpu", torch.float64).reshape(-1)
+            if site in sums and sums[site].shape != own.shape:  # not a count of anything
+                own = torch.full_like(sums[site], torch.nan)
+            sums[site] = sums[site] + own if site in sums else own
+    return sums
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether counts are equal, to the rounding of float32."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-5)

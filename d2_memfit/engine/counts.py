@@ -9,6 +9,7 @@ micro-batch gets them as answers.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -27,23 +28,19 @@ from ..memory import error_line, is_out_of_memory
 from ..settings import NormalizerOptions
 from . import collectives
 from .attempts import run_to_count
-from .collectives import Collective, place_of_caller
-from .loss_check import LIMIT, LossReport, Numbers, Site, added, check_losses, log_report
+from .collectives import IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
+from .loss_check import LIMIT, LossReport, check_losses, log
 from .window import Cutter, MicroBatch, Window, count_objects, may_have_objects
 
-__all__ = ["Answers", "Counts", "window_count"]
+__all__ = ["Answers", "Counts", "check", "window_count"]
 
 logger = logging.getLogger(__name__)
 
 Number = TypeVar("Number", float, torch.Tensor)
 
-_FEW = 16  # numbers in a sum over ranks that are taken for counts, if they do not add up
-_MOST_CHECKS = 3
-_SAME = 1e-5  # relative; weights of classes are float32
-_ENOUGH, _MOST_KEPT = 4, 64  # forwards from which a formula is taken
-
-OBJECTS: Site = ("objects", (), 0)
-IMAGES: Site = ("images", (), 0)
+_FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
+_MOST_CHECKS = 3  # the first one, and for losses that are no longer zero
+_FORWARDS = 4  # from which a formula is taken
 _ZERO = torch.zeros(1, dtype=torch.float64)
 
 
@@ -68,12 +65,10 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
     if collectives.counts is not None:
         return collectives.counts.count(count, minimum)
     if isinstance(count, torch.Tensor):
-        count = count.detach().float()
+        count = count.detach().float().clone()
         if comm.get_world_size() > 1:
-            count = count.clone()
             dist.all_reduce(count)
-            count = count / comm.get_world_size()
-        return count.clamp(min=minimum)
+        return (count / comm.get_world_size()).clamp(min=minimum)
     return max(sum(comm.all_gather(count)) / comm.get_world_size(), minimum)
 
 
@@ -84,8 +79,9 @@ class Answers:
 
     Args:
         model: the model that runs.
+        is_exact: whether means of Detectron2's heads are counted, too.
         on_other: handles collectives that are not counts.
-        report: how the counts of the model are taken.
+        report: how the losses are weighted.
         totals: the window's counts, of all ranks.
         images: images behind ``totals``, and behind those of means.
         ranks: number of ranks that take part.
@@ -94,19 +90,20 @@ class Answers:
     def __init__(
         self,
         model: nn.Module,
+        is_exact: bool,
         on_other: Callable[[Collective], bool],
         report: LossReport,
         totals: Optional[Numbers] = None,
         images: tuple[float, float] = (0.0, 0.0),
         ranks: int = 1,
-        is_exact: bool = False,
     ) -> None:
-        self.noted: list[Numbers] = []  # of each forward
+        self.noted: list[dict[Site, Any]] = []  # of each completed forward
+        self._forward: dict[Site, Any] = {}  # of the running one
         self.estimates = False  # whether a running mean over windows was asked for
-        self._model, self._on_other, self._report = model, on_other, report
-        self._totals, self._images, self._ranks = totals or {}, images, ranks
-        self._is_exact = is_exact
-        self._own_images, self._calls = 0, Counter[Any]()
+        self._model, self._is_exact, self._on_other = model, is_exact, on_other
+        self._report, self._totals, self._images = report, totals or {}, images
+        self._ranks = ranks
+        self._calls: Counter[Any] = Counter()
 
     @contextmanager
     def around(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
@@ -115,9 +112,8 @@ class Answers:
         """
         self._calls.clear()
         if not replays:
-            self._own_images = micro_batch.num_images
-            objects = torch.tensor([count_objects(micro_batch.data)])
-            self.noted.append({OBJECTS: objects, IMAGES: torch.tensor([self._own_images])})
+            objects = count_objects(micro_batch.data)
+            self._forward = {OBJECTS: objects, IMAGES: micro_batch.num_images}
         with ExitStack() as stack:
             stack.enter_context(collectives.answering_counts(self))
             stack.enter_context(collectives.noticed_collectives(self._handle))
@@ -126,12 +122,14 @@ class Answers:
             if self._report.pretends:
                 stack.enter_context(collectives.second_rank_pretended())
             yield
+        if not replays:
+            self.noted.append(self._forward)
 
     @property
     def share(self) -> float:
-        """Images of the running micro-batch over those of the window."""
+        """Images of the running micro-batch over those of the window, for a running mean."""
         self.estimates = True
-        return self._own_images / self._images[1] if self._images[1] else 1.0
+        return self._share(self._images[1])
 
     def count(self, own: Number, minimum: float) -> Number:
         """Answer :func:`window_count`: this forward's share of the window's count."""
@@ -143,19 +141,21 @@ class Answers:
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The losses, so that the micro-batch's share of the images is the right weight of each."""
-        share = self._own_images / self._images[0] if self._images[0] else 1.0
-        factors = {"sum": 1 / (share * self._ranks), "objects": 1.0}
+        share, weights = self._share(self._images[0]), self._report.weights
+        factors = {"sum": 1 / (share * self._ranks)}
         if OBJECTS in self._totals:  # a batch without any object is divided by 1
-            own, whole = float(self.noted[-1][OBJECTS]), float(self._totals[OBJECTS])
-            factors["objects"] = max(own, 1.0) / (max(whole, 1.0) * share)
-        weights = self._report.weights
+            own, whole = self._forward[OBJECTS], self._totals[OBJECTS].item()
+            factors["objects"] = max(own, 1) / (max(whole, 1) * share)
         return {k: v * factors[weights[k]] if k in weights else v for k, v in losses.items()}
+
+    def _share(self, images: float) -> float:
+        return self._forward[IMAGES] / images if images else 1.0
 
     def _answer(self, kind: str, own: Number, minimum: float, images: float) -> Number:
         site = self._note(kind, own)
         if site not in self._totals:
             return _limited(own, minimum)
-        answer = self._totals[site].clamp(min=minimum) * (self._own_images / images)
+        answer = self._totals[site].clamp(min=minimum) * self._share(images)
         if isinstance(own, torch.Tensor):
             dtype = own.dtype if own.is_floating_point() else torch.float32
             return answer.reshape(own.shape).to(own.device, dtype)
@@ -171,15 +171,14 @@ class Answers:
             answer = answer if tensor.is_floating_point() else answer.round()
             tensor.copy_(answer.reshape(tensor.shape))
             return True
-        if self._ranks > 1 and tensor.numel() > _FEW:
-            return self._on_other(call)
-        return call.run_alone()
+        is_statistics = self._ranks > 1 and tensor.numel() > _FEW
+        return self._on_other(call) if is_statistics else call.run_alone()
 
     def _note(self, kind: str, value: Any) -> Site:
-        place = place_of_caller()
+        place = collectives.place_of_caller()
         site = (kind, place, self._calls[kind, place])
         self._calls[kind, place] += 1
-        self.noted[-1][site] = torch.as_tensor(value).detach().clone()
+        self._forward[site] = torch.as_tensor(value).detach().clone()
         return site
 
 
@@ -187,6 +186,21 @@ def _limited(own: Number, minimum: float) -> Number:
     if isinstance(own, torch.Tensor):
         return own.detach().float().clamp(min=minimum)
     return max(own, minimum)
+
+
+def check(
+    model: nn.Module,
+    losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]],
+    images: Sequence[Any],
+    options: Optional[NormalizerOptions] = None,
+    limit: float = LIMIT,
+    most_images: float = math.inf,
+) -> LossReport:
+    """:func:`check_losses` with the counts of these options, in training and for any model."""
+    options = options or NormalizerOptions()
+    answers = partial(Answers, model, options.policy == "exact")
+    patterns = None if options.policy == "off" else options.losses
+    return check_losses(model, losses, answers, patterns, limit, images, most_images)
 
 
 class Counts:
@@ -220,19 +234,18 @@ class Counts:
         self.report = LossReport()
         self.communicates = ""
         self.is_one_piece = False
-        self._model, self._losses, self._options = model, losses, options
-        self._recovers, self._cutter = recovers, cutter
+        self._model, self._recovers, self._cutter = model, recovers, cutter
         self._is_whole = not is_accumulating and not cutter.is_configured
-        self._limit = limit
         self._ranks = comm.get_world_size()
-        self._is_on = options.policy != "off"
-        self._is_exact = options.policy == "exact"
+        self._new_answers = partial(Answers, model, options.policy == "exact")
+        patterns = [list(pair) for pair in options.losses]
+        self._options = {"policy": options.policy, "losses": patterns}
+        self._checked = partial(check, model, losses, options=options, limit=limit)
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
-        self._checks_left = _MOST_CHECKS if self._is_on else 0
-        self._is_due = self._is_on
-        self._seen: dict[str, list[torch.Tensor]] = {}  # losses that were not in the check
-        self._counters: list[str] = []  # that were not named yet
-        self._formulas: dict[Site, tuple[float, ...]] = {}  # per object and image; () if none holds
+        self._is_due = True
+        self._checks_left = 0 if options.policy == "off" else _MOST_CHECKS
+        self._unseen: list[torch.Tensor] = []  # losses that were not in the check
+        self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
         self._history: list[Numbers] = []
 
     @property
@@ -250,8 +263,9 @@ class Counts:
             ConfigError: on every rank, if the model cannot be trained with these options.
             OutOfMemoryError: on every rank, if one rank has no memory to count.
         """
-        self._learn()
-        self._answers = self._new_answers() if self._ranks > 1 else None
+        self._compare()
+        on_other = self._communicate if self._ranks > 1 else Collective.run_alone
+        self._answers = self._new_answers(on_other, LossReport()) if self._ranks > 1 else None
         self.is_one_piece = False
         is_due = self._checks_left > 0 and any(comm.all_gather(self._is_due))
         if not (is_due or self.report.is_answered or self.communicates):
@@ -263,31 +277,20 @@ class Counts:
         sizes = [m.num_images for m in window.micro_batches]
         objects = sum(count_objects(m.data) for m in window.micro_batches)
         window.put_all_back()
-        own = added([{IMAGES: sum(sizes), OBJECTS: objects}])
-        rows = comm.all_gather((objects, len(sizes), may_have))
-        numbers = [n for _, n, _ in rows]
+        of_ranks, numbers, may = zip(*comm.all_gather((objects, len(sizes), may_have)))
         if is_due and (max(numbers) > 1 or (self._recovers and self._ranks > 1)):
-            self._check(window, [o for o, _, _ in rows], any(m for _, _, m in rows), max(sizes))
+            self._check(window, of_ranks, any(may), max(sizes, default=0), max(numbers))
         self.is_one_piece = self._ranks == 1 and len(sizes) == 1
-        if self.is_one_piece:  # the forward's own counts are those of the window
-            return
-        for name in self._counters if max(numbers) > 1 else ():
-            logger.warning(
-                "%s counts forwards, %d times per iteration with accumulation. What depends on "
-                "it, such as a warm-up, comes earlier by that factor: lengthen it",
-                name,
-                max(numbers),
-            )
-        self._counters = []
         if self.communicates and len(set(numbers)) > 1:
             raise ConfigError(
                 f"the model communicates in its forward, {self.communicates}, so all ranks need "
-                f"the same number of micro-batches, and they have {numbers}. Give all ranks the "
-                "same number of images, or train without that, such as with MODEL.*.NORM GN in "
-                "place of SyncBN"
+                f"the same number of micro-batches, and they have {list(numbers)}. Give them the "
+                "same number of images, or use MODEL.*.NORM GN in place of SyncBN"
             )
-        if self.report.is_answered:
-            self._answers = self._new_answers(*self._totals(window, forward, own))
+        if self.report.is_answered and not self.is_one_piece:  # one forward's are the window's
+            own = added([{IMAGES: sum(sizes), OBJECTS: objects}])
+            totals = self._totals(window, forward, own)
+            self._answers = self._new_answers(on_other, self.report, *totals, self._ranks)
 
     def around(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[Any]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward."""
@@ -295,47 +298,42 @@ class Counts:
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The losses, so that the micro-batch's share of the images is the right weight of each."""
-        for name in losses.keys() - self.report.names:
-            self._seen.setdefault(name, []).append(losses[name].detach())
+        if self._checks_left:
+            self._unseen += [v.detach() for k, v in losses.items() if k not in self.report.names]
         return self._answers.weighted(losses) if self._answers else losses
 
     def state_dict(self) -> dict[str, Any]:
         """What was found, in plain types, for a resumed run; empty before the check."""
         if not self.report.names:
             return {}
-        formulas = list(self._formulas.items())
-        state = {"is_due": self._is_due, "checks_left": self._checks_left, "formulas": formulas}
-        return {**state, "options": self._plain_options, "report": vars(self.report)}
+        found = {"report": vars(self.report), "formulas": list(self._formulas.items())}
+        return {**found, "options": self._options, "left": (self._is_due, self._checks_left)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what a checkpoint has, if it belongs to the same options."""
-        if self._is_on and state.get("options") == self._plain_options:
+        if state.get("options") == self._options:
             self.report = LossReport(**state["report"])
             self._formulas = dict(state["formulas"])
-            self._is_due, self._checks_left = state["is_due"], state["checks_left"]
+            self._is_due, self._checks_left = state["left"]
 
     def _check(
-        self, window: Window, objects: Sequence[int], may_have_objects: bool, largest: int
+        self,
+        window: Window,
+        objects: Sequence[int],
+        may_have_objects: bool,
+        largest: int,
+        forwards: int,
     ) -> None:
         """Check the losses with the images of the rank with the most objects, for all ranks."""
-        if may_have_objects and not any(objects) and self.report.names:
-            return  # these images tell little
-        self._is_due = may_have_objects and not any(objects)
+        self._is_due = may_have_objects and not any(objects)  # such images tell little
+        if self._is_due and self.report.names:
+            return
         self._checks_left -= not self._is_due
-        tester = objects.index(max(objects))
         found: Union[LossReport, str, None] = None
+        tester = objects.index(max(objects))
         if comm.get_rank() == tester:
             try:
-                found = check_losses(
-                    self._model,
-                    self._losses,
-                    window.images_waiting,
-                    partial(Answers, self._model, is_exact=self._is_exact),
-                    self._options.losses,
-                    largest,
-                    self._ranks == 1,
-                    self._limit,
-                )
+                found = self._checked(window.images_waiting, most_images=largest)
             except ConfigError as e:
                 found = str(e)
         report = comm.all_gather(found)[tester]
@@ -343,30 +341,23 @@ class Counts:
             raise ConfigError(report)
         if report.collective and self._ranks > 1:
             self._allow(report.collective)
-        log_report(report, self.report.off)
-        self._counters = [n for n in report.counters if n not in self.report.counters]
-        for name in set(self.report.names) - {*report.names}:  # it is zero this time
-            report.names.append(name)
-            if name in self.report.weights:
-                report.weights[name] = self.report.weights[name]
-        report.counts += [s for s in self.report.counts if s not in report.counts]
-        self.report = report
+        log(report, self.report, forwards)
+        self.report = report.after(self.report)
 
     def _totals(
         self, window: Window, forward: Callable[..., Any], own: Numbers
     ) -> tuple[Numbers, tuple[float, float]]:
         """The window's counts, and the images behind them and behind those of means."""
-        error = ""
-        counts = {site: self._by_formula(site, own) for site in self.report.counts}
-        if any(count is None for count in counts.values()):
-            may_recover = self.may_recover
+        error, may_recover = "", self.may_recover
+        mine = {**self._by_formula(own), **own}
+        if any(site not in mine for site in self.report.counts):
             try:
-                counts = self._counted(window, forward)
+                mine.update(self._counted(window, forward))
             except Exception as e:
                 if not (may_recover and is_out_of_memory(e)):
                     raise
                 error = error_line(e)
-        errors, of_ranks = zip(*comm.all_gather((error, {**counts, **own})))
+        errors, of_ranks = zip(*comm.all_gather((error, mine)))
         if any(errors):
             raise OutOfMemoryError(
                 "there was no memory to count what losses are divided by "
@@ -375,64 +366,48 @@ class Counts:
             )
         everywhere = added(of_ranks)
         # If no batches are accumulated, each rank has its own mean, as in Detectron2.
-        of_means = {**counts, **own} if self._is_whole else everywhere
+        means = mine if self._is_whole else everywhere
         sites = {*self.report.counts, OBJECTS}
-        totals = {s: (of_means if s[0] == "mean" else everywhere).get(s, _ZERO) for s in sites}
-        return totals, (everywhere[IMAGES].item(), of_means[IMAGES].item())
+        totals = {s: (means if s[0] == "mean" else everywhere).get(s, _ZERO) for s in sites}
+        return totals, (everywhere[IMAGES].item(), means[IMAGES].item())
 
     def _counted(self, window: Window, forward: Callable[..., Any]) -> Numbers:
         """This rank's counts, by a forward of all images without gradients."""
-        report = LossReport(pretends=self.report.pretends)
-        self._answers = Answers(self._model, _run_alone, report, is_exact=self._is_exact)
-        named = self._model.named_parameters()
-        before = Snapshot(self._model, [p for n, p in named if n in self.report.changed])
+        self._answers = self._new_answers(
+            Collective.run_alone, LossReport(pretends=self.report.pretends)
+        )
+        before = Snapshot(self._model, self.report.changed_weights(self._model))
         try:
             with torch.no_grad(), EventStorage(get_event_storage().iter):
                 run_to_count(self._model, window, self._cutter, forward, self.may_recover)
         finally:
             before.restore()
         each = [added([noted]) for noted in self._answers.noted]
-        self._history = [*self._history, *each][-_MOST_KEPT:]
+        self._history = [*self._history, *each][-16 * _FORWARDS :]
         for site in set(self.report.counts) - self._formulas.keys():
-            formula = formula_of(site, self._history)
-            if formula is not None:
-                self._formulas[site] = formula
+            self._formulas.update(_formula_of(site, self._history))
         return added(each)
 
-    def _learn(self) -> None:
-        """Compare the last window's counts with the formulas, and look for new losses."""
-        broken = set()
+    def _compare(self) -> None:
+        """Compare the last window with the formulas, and look for losses that are new."""
         for noted in self._answers.noted if self._answers and self._formulas else ():
             counts = added([noted])
-            broken |= {
-                site
-                for site in self.report.counts
-                if (told := self._by_formula(site, counts)) is not None
-                and not torch.allclose(told, counts.get(site, _ZERO), rtol=_SAME, atol=_SAME)
-            }
-        for site in broken:
-            self._formulas[site] = ()
-            logger.warning(
-                "The count in %s:%d no longer follows from the annotations, so the losses of the "
-                "last iteration were divided by another one. From now on it is counted by a "
-                "forward of the whole window",
-                *site[1][0],
-            )
+            for site, told in self._by_formula(counts).items():
+                if not is_same(told, counts.get(site, _ZERO)):
+                    self._formulas[site] = ()
+                    logger.warning(
+                        "The count in %s:%d no longer follows from the annotations, so the losses "
+                        "of the last iteration were divided by another one. From now on it is "
+                        "counted by a forward of the whole window",
+                        *site[1][0],
+                    )
         if self.report.names:
-            is_new = any(loss.item() for losses in self._seen.values() for loss in losses)
-            self._is_due = self._checks_left > 0 and (self._is_due or is_new)
-        self._seen = {}
+            self._is_due |= any(loss.item() for loss in self._unseen)
+        self._unseen = []
 
-    def _by_formula(self, site: Site, counts: Numbers) -> Optional[torch.Tensor]:
-        formula = self._formulas.get(site)
-        return formula[0] * counts[OBJECTS] + formula[1] * counts[IMAGES] if formula else None
-
-    def _new_answers(
-        self, totals: Optional[Numbers] = None, images: tuple[float, float] = (0.0, 0.0)
-    ) -> Answers:
-        report = self.report
-        on_other = _run_alone if self._ranks == 1 else self._communicate
-        return Answers(self._model, on_other, report, totals, images, self._ranks, self._is_exact)
+    def _by_formula(self, counts: Numbers) -> Numbers:
+        of_sites = [(s, f) for s, f in self._formulas.items() if f]
+        return {s: f[0] * counts[OBJECTS] + f[1] * counts[IMAGES] for s, f in of_sites}
 
     def _communicate(self, call: Collective) -> bool:
         """Let a collective that is not a count run: the other ranks make the same call."""
@@ -456,28 +431,14 @@ class Counts:
         self.communicates = call
         self._cutter.forget()
 
-    @property
-    def _plain_options(self) -> dict[str, Any]:
-        losses = [list(pair) for pair in self._options.losses]
-        return {"policy": self._options.policy, "losses": losses}
 
-
-def _run_alone(call: Collective) -> bool:
-    return call.num_ranks > 1 and call.run_alone()
-
-
-def formula_of(site: Site, each: Sequence[Numbers]) -> Optional[tuple[float, ...]]:
-    """The numbers per object and per image that a count follows in forwards.
-
-    Returns:
-        None if these forwards tell too little, () if there are none.
+def _formula_of(site: Site, each: Sequence[Numbers]) -> dict[Site, Sequence[float]]:
+    """The numbers per object and per image that a count follows in forwards: none if it follows
+    none, and nothing at all if these forwards tell too little.
     """
     known = torch.stack([torch.cat([n[OBJECTS], n[IMAGES]]) for n in each])
     own = [n.get(site, _ZERO) for n in each]
-    if any(len(n) != 1 for n in own):
-        return ()
-    if len(each) < _ENOUGH or torch.linalg.matrix_rank(known) < 2:
-        return None
+    if len(each) < _FORWARDS or torch.linalg.matrix_rank(known) < 2 or any(len(n) > 1 for n in own):
+        return {}
     formula = torch.linalg.lstsq(known, torch.stack(own)).solution
-    fits = torch.allclose(known @ formula, torch.stack(own), rtol=_SAME, atol=_SAME)
-    return tuple(formula.flatten().tolist()) if fits else ()
+    return {site: formula.flatten().tolist() if is_same(known @ formula, torch.stack(own)) else ()}

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """One check of losses: do images in parts have the gradient of one forward over all of them?
 
-Three images of the job, resized to one size, run together and one by one. The third has no labels.
+Three images of the job, resized to one size, run together and one by one. The third has no objects.
 Values and gradients of each loss are compared. Random numbers do not depend on the batch, and there
 is no dropout (:class:`_SameDraws`). What a forward changes in the model stays for the next part, as
 in training. The weights are moved a little, because heads that start at zero, or teachers that
@@ -14,19 +14,17 @@ import math
 import random
 import re
 import time
-import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from detectron2.structures import Instances
+from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -35,37 +33,33 @@ from tqdm import tqdm
 
 from ..common.random_state import RandomState
 from ..common.snapshot import Snapshot
-from ..compat.pytorch import BatchNorm, buffers_by_name, compiled_frames
+from ..compat.pytorch import BatchNorm, compiled_frames
 from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
 from ..techniques.support import plain_attributes
-from .collectives import Place
-from .window import MicroBatch, Row, count_objects
+from .collectives import IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
+from .window import MicroBatch, count_objects
 
-__all__ = ["LIMIT", "LossReport", "Numbers", "Site", "added", "check_losses", "log_report"]
+__all__ = ["LIMIT", "LossReport", "check_losses", "log"]
 
 logger = logging.getLogger(__name__)
 
-# The kind of count ("sum" over ranks, "count" or "mean"), its place, and the number of the call
-# there in one forward. Plain types, for checkpoints.
-Site = tuple[str, Place, int]
-Numbers = dict[Site, torch.Tensor]  # float64 on the host; a vector has a number for each class
-
 HELP = "docs/ACCUMULATION.md#a-loss-that-is-off"
 LIMIT = 1e-3  # relative distance of a gradient that is right
-LIMIT_OF_16_BITS = 0.05  # the same under autocast to 16 bits
-_ROUNDING = {torch.float64: 1e-9}  # of all losses together, for which each loss is right
+LIMIT_OF_16_BITS = 0.05  # the same under autocast
 _SMALL = 1e-5  # of the gradient of all losses; smaller gradients are compared with this
+_ROUNDING = 2e-5  # distance of all losses together for which each is right
 _DIVIDED = 0.75  # a loss that is divided by a count is about halved if the count is doubled
 _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
 _ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
-_SKETCH = 4096
-_FEW = 16  # numbers in a sum over ranks that are counts; more may be statistics
-_KINDS = ("sum", "count", "mean")
-_IGNORED = ("ignore_value", "ignore_index", "ignore_label")  # attributes of heads and criteria
-_NOT_LABELS = ("image", "pixel_values", "pixel_mask", "proposals")  # fields of an image
+_ELEMENTS = 2**20
+_MOST_SITES = 4  # that are tried one by one
+# With an image without objects, smaller, with gradients: the next one is tried after an error.
+_ATTEMPTS = ((True, 1, True), (False, 1, True), (False, 4, True), (False, 4, False))
+_LEAVE = "Return the losses, and leave backward and step to the trainer"
+_FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
 # The functions at import: other contexts may replace them later.
 _RANDPERM = torch.randperm
 _DRAWS = (
@@ -83,6 +77,7 @@ class LossReport:
     Attributes:
         counts: sites that are answered with the window's counts.
         weights: "sum" or "objects" for losses that are not weighted by images.
+        estimates: whether a loss is divided by a running mean, estimated within a window.
         pretends: whether one rank is told of a second one, so that it adds up its counts.
         names: of the losses that the check has seen and that were not zero.
         off: the relative distance of the gradient of each loss that is off.
@@ -95,6 +90,7 @@ class LossReport:
 
     counts: list[Site] = field(default_factory=list)
     weights: dict[str, str] = field(default_factory=dict)
+    estimates: bool = False
     pretends: bool = False
     names: list[str] = field(default_factory=list)
     off: dict[str, float] = field(default_factory=dict)
@@ -108,486 +104,424 @@ class LossReport:
     @property
     def is_answered(self) -> bool:
         """Whether losses are weighted by more than images."""
-        return bool(self.counts or self.weights)
+        return bool(self.counts or self.weights or self.estimates)
+
+    def changed_weights(self, model: nn.Module) -> list[nn.Parameter]:
+        """Parameters that a forward changes, such as a teacher's."""
+        root = type(model).__name__
+        named = model.named_parameters()
+        return [p for n, p in named if {n, f"{root}.{n}"} & {*self.changed}]
+
+    def __str__(self) -> str:
+        exact = [k for k in self.names if k not in self.off and k not in self.unchecked]
+        lines = [f"like one forward over all images: {', '.join(exact)}"] if exact else []
+        for why in dict.fromkeys(self.unchecked.values()):
+            names = [k for k, w in self.unchecked.items() if w == why]
+            lines.append(f"not checked: {', '.join(names)} ({why})")
+        if self.changed:
+            lines.append(f"each forward changes {', '.join(self.changed)}")
+        return f"in {self.forwards} forwards, {self.seconds:.2g} s: {'; '.join(lines)}"
+
+    def complaints(self) -> list[str]:
+        """A line for each criterion that is off, or for a check that failed."""
+        why = self.unchecked.get("losses")
+        lines = [f"the losses of micro-batches are not checked: {why}. See {HELP}"] if why else []
+        for distance in dict.fromkeys(self.off.values()):
+            names = ", ".join(k for k, d in self.off.items() if d == distance)
+            by = f"{distance:.2g} of the gradient" if math.isfinite(distance) else "not finite"
+            lines.append(f"{names}: {by} off in micro-batches. See {HELP}")
+        return lines
+
+    def after(self, earlier: "LossReport") -> "LossReport":
+        """This report, with an earlier one's for losses that are zero in this one."""
+        weights = {k: w for k, w in earlier.weights.items() if k not in self.names}
+        names = [*dict.fromkeys([*earlier.names, *self.names])]
+        counts = [*dict.fromkeys([*earlier.counts, *self.counts])]
+        return replace(self, counts=counts, names=names, weights={**weights, **self.weights})
 
 
 def check_losses(
     model: nn.Module,
     losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]],
-    images: Sequence[Any],
     answers: Callable[..., Any],
-    patterns: Sequence[Sequence[str]] = (),
-    most_images: Optional[int] = None,
-    is_alone: bool = True,
-    limit: float = LIMIT,
+    patterns: Optional[Sequence[Sequence[str]]],
+    limit: float,
+    images: Sequence[Any],
+    most_images: float = math.inf,
 ) -> LossReport:
     """Check the losses of a job with three of its images. The model is then as before.
 
     Args:
         losses: called as ``losses(model, batch)``.
-        images: the images of a window.
-        answers: makes the ``Answers`` that stand around a forward, from a handler of collectives.
-        patterns: of MEMFIT.NORMALIZERS.LOSSES.
-        most_images: images of a micro-batch. Those of the check have at most as many pixels.
-        is_alone: whether there is one rank, which may be told of a second one.
+        answers: makes the ``Answers`` that stand around a forward.
+        patterns: of MEMFIT.NORMALIZERS.LOSSES; None: no counts are answered.
         limit: relative distance of a gradient that is right.
+        images: the images of a window.
+        most_images: images of a micro-batch. Those of the check have at most as many pixels.
 
     Raises:
-        ConfigError: the losses cannot be trained on, or are declared wrongly.
+        ConfigError: the losses cannot be trained on, or a pattern matches none.
     """
-    why = "" if images else "batches cannot be cut into images"
-    for with_empty, share in ((True, 1), (False, 1), (True, 4), (False, 4)):
-        if why == "memory ran out" and share == 1 or not images:
-            continue
-        height, width = size_of(list(images))
-        most = min(height * width * (most_images or math.inf), _MOST_PIXELS) / 3 / share
+    found = LossReport(unchecked={"losses": "batches cannot be cut into images"})
+    height, width = size_of(list(images))
+    settings = losses, answers, patterns, limit
+    pixels = min(max(height * width, 1) * most_images, _MOST_PIXELS) / 3
+    for with_empty, share, has_gradient in _ATTEMPTS if images else ():
         release_memory(next(model.parameters()).device)
-        start = Snapshot(model, model.parameters())
+        start, check = Snapshot(model, model.parameters()), _Check(model, has_gradient, *settings)
         no_step = register_optimizer_step_pre_hook(_refuse_step)
         try:
-            chosen = _chosen(images, model, with_empty, most)
-            return _Check(model, losses, chosen, answers, patterns, limit).report(is_alone)
+            return check.report(_chosen(images, with_empty, pixels / share))
         except ConfigError:
             raise
         except Exception as e:  # of the model's code. Its traceback would keep its tensors
-            why = "memory ran out" if is_out_of_memory(e) else _text_of(e)
+            why = "memory ran out" if is_out_of_memory(e) else f"{type(e).__name__}: {one_line(e)}"
         finally:
             no_step.remove()
             start.restore()
             model.zero_grad(set_to_none=True)
-    return LossReport(unchecked={"losses": why})
+        found.changed, found.counters = check.found.changed, check.found.counters
+        found.unchecked["losses"] = why
+    return found
 
 
-@dataclass
 class _Run:
     """Forwards of one run, weighted by their images.
 
     Attributes:
         values: of the losses.
-        gradients: a sketch of the gradient of each group of losses.
+        gradients: the gradient of each group of losses.
         counts: of each forward.
         has_drawn: whether random numbers were drawn.
-        estimates: whether a loss is divided by a running mean that is estimated within a window.
+        estimates: whether a running mean of windows was asked for.
     """
 
-    values: dict[str, float] = field(default_factory=dict)
-    gradients: list[Any] = field(default_factory=list)
-    counts: list[Numbers] = field(default_factory=list)
-    has_drawn: bool = False
-    estimates: bool = False
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.gradients: list[Any] = []
+        self.counts: list[Numbers] = []
+        self.has_drawn = self.estimates = False
 
-    def is_off(self, name: str, whole: "_Run") -> bool:
-        """Whether the value of a loss differs from that of the images together."""
-        value = whole.values.get(name, 0.0)
-        return not abs(self.values.get(name, 0.0) - value) <= LIMIT * abs(value)
+    def off(self, whole: "_Run") -> list[str]:
+        """Losses whose value differs from that of the images together."""
+        pairs = [(k, v, self.values.get(k, 0.0)) for k, v in whole.values.items()]
+        return [k for k, v, own in pairs if not abs(own - v) <= LIMIT * abs(v)]
 
     def distance(self, whole: "_Run", i: int = 0, least: float = 0.0) -> float:
         """Relative distance of the gradient of a group from that of the images together."""
         off = float((self.gradients[i] - whole.gradients[i]).norm())
         scale = max(float(whole.gradients[i].norm()), least)
-        if not math.isfinite(off + scale):
-            return math.inf
-        return off / scale if scale else (math.inf if off else 0.0)
+        return off / (scale or 1e-30) if math.isfinite(off + scale) else math.inf
 
 
 class _Check:
-    def __init__(
-        self,
-        model: nn.Module,
-        losses: Callable[..., Any],
-        images: Sequence[Any],
-        answers: Callable[..., Any],
-        patterns: Sequence[Sequence[str]],
-        limit: float,
-    ) -> None:
-        self._model, self._losses, self._images = model, losses, images
-        self._answers, self._patterns, self._limit = answers, patterns, limit
-        self._together, self._apart = [list(images)], [[image] for image in images]
+    def __init__(self, model: nn.Module, has_gradient: bool, *settings: Any) -> None:
+        self._model, self._has_gradient = model, has_gradient
+        self._losses, self._answers, self._patterns, self._limit = settings
+        self._may_pretend = comm.get_world_size() == 1 and self._patterns is not None
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._state: Optional[Snapshot] = None
-        self._found = LossReport()
-        self._progress: Any = None
+        self.found = LossReport()
+        self._totals: Numbers = {}  # the counts of the images together
+        self._names: list[str] = []
+        self._forwards = 0
+        self._progress = tqdm(total=_MOST_FORWARDS, disable=None, leave=False)
 
-    def report(self, is_alone: bool) -> LossReport:
+    def report(self, images: Sequence[Any]) -> LossReport:
         """Run the check."""
+        self._together, self._apart = [images], [[image] for image in images]
         began, compiled = time.perf_counter(), compiled_frames()
         generator = torch.Generator().manual_seed(0)
         for p in self._trained:
             noise = torch.randn(p.shape, generator=generator).to(p)
             p.data.add_(noise * (0.01 * p.data.square().mean().sqrt() + 1e-4))
-        found, before = self._found, _state_of(self._model)
-        told = self._told(is_alone)
-        after = _state_of(self._model)
-        found.changed = [k for k, v in after.items() if k in before and v != before[k]]
-        found.counters = [k for k in found.changed if _number(after[k]) == _number(before[k]) + 1]
-        seconds = 25 * (time.perf_counter() - began)
+        before = state_of(self._model)
+        found = self._first_forward()
+        found.changed, found.counters = changed_by_forward(before, state_of(self._model))
+        seconds = 20 * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
-        self._progress = tqdm(total=_MOST_FORWARDS, disable=None, leave=False)
-        named = self._model.named_parameters()
-        self._state = Snapshot(self._model, [p for n, p in named if n in found.changed])
+        self._state = Snapshot(self._model, found.changed_weights(self._model))
         whole = self._run(self._together)
-        self._declared(told)
-        found.pretends = any(site[0] == "sum" for site in found.counts)
-        parts = self._parts(told)
-        drops = replace(found, counts=[s for s in found.counts if s[0] != "sum"], pretends=False)
-        drops.weights = {k: w for k, w in found.weights.items() if self._told_by_key(k)}
-        if self._is_wrong(parts, whole) and drops.counts != found.counts:
-            others = self._parts(told, drops)
-            if self._badness(others, whole) < self._badness(parts, whole):
-                self._found, parts = drops, others
-        self._judge(whole, parts, told)
-        found = self._found
-        if compiled_frames() != compiled:
-            why = "it was compiled, and its counts are not seen"
+        if self._patterns is not None:
+            self._find_counts()
+        parts = self._run(self._apart, found)
+        if found.pretends and self._is_wrong(parts, whole):  # the truth may be nearer
+            told = {k: w for k, w in found.weights.items() if w == "objects"}
+            counts = [site for site in found.counts if site[0] != "sum"]
+            truth = replace(found, pretends=False, counts=counts, weights=told)
+            others = self._run(self._apart, truth)
+            if _badness(others, whole) < _badness(parts, whole):
+                self.found, parts = truth, others
+        self._judge(whole, parts)
+        found = self.found
+        why = "" if self._has_gradient else "there was no memory for gradients"
+        why = (
+            "compiled code ran, whose counts are not seen" if compiled_frames() != compiled else why
+        )
+        if why:
             found.unchecked.update({k: why for k in found.names if k not in found.off})
         self._progress.close()
-        found.seconds = time.perf_counter() - began
-        return found
+        return replace(found, forwards=self._forwards, seconds=time.perf_counter() - began)
 
-    def _told(self, is_alone: bool) -> _Run:
-        """A first forward, which notes the counts."""
-        self._found.pretends = is_alone
-        if is_alone:
+    def _first_forward(self) -> LossReport:
+        """Note the counts of the images together; on one rank, as if there was a second one."""
+        for pretends in (True, False) if self._may_pretend else (False,):
+            self.found.pretends = pretends
             start = Snapshot(self._model, self._model.parameters())
             try:
-                return self._run(self._together, self._found, has_gradient=False)
-            except ConfigError:
-                raise
-            except Exception:  # code that needs another rank may raise anything
-                start.restore()
-        self._found.pretends = False
-        return self._run(self._together, self._found, has_gradient=False)
+                run = self._run(self._together, self.found, backward=False)
+                self._totals, self.found.estimates = run.counts[0], run.estimates
+                break
+            except Exception as e:  # code without a second rank may raise anything
+                if isinstance(e, ConfigError) or is_out_of_memory(e) or not pretends:
+                    raise
+            start.restore()
+        return self.found
 
-    def _declared(self, told: _Run) -> None:
+    def _find_counts(self) -> None:
         """Find the counts that add up and change a loss, and the weights of losses."""
-        found, names = self._found, list(told.values)
-        sites = [s for s in told.counts[0] if s[0] in _KINDS]
-        depends: dict[Site, set[str]] = {}
-        if sites:
-            apart = self._run(self._apart, found, has_gradient=False)
-            sums = added(apart.counts)
-            # If images together have more counts than a single one, the model counts each image.
-            for_itself = {site[:2] for site in sites if site not in sums}
-            for site in sites:
-                total = told.counts[0][site]
-                if site[:2] not in for_itself and _is_same(total, sums[site]):
-                    found.counts.append(site)
-                elif site[0] == "sum" and len(total) > _FEW:
-                    found.collective = found.collective or "all_reduce in {}:{}".format(*site[1][0])
-            asked = [s for s in found.counts if s[0] != "mean"]
-            totals = {s: told.counts[0][s] for s in found.counts}
+        found, totals = self.found, self._totals
+        found.weights = {}
+        sites = [s for s in totals if s not in (OBJECTS, IMAGES)]
+        apart = self._run(self._apart, found, backward=False) if sites else _Run()
+        sums = added(apart.counts)
+        # If images together have more counts than a single one, the model counts each image.
+        for_itself = {site[:2] for site in sites if site not in sums}
+        for site in sites:
+            if site[:2] not in for_itself and is_same(totals[site], sums[site]):
+                found.counts.append(site)
+            elif site[0] == "sum" and len(totals[site]) > _FEW:
+                found.collective = found.collective or "all_reduce in {}:{}".format(*site[1][0])
 
-            def losses_with(changed: Numbers) -> dict[str, float]:
-                return self._run(self._apart[:1], found, {**totals, **changed}, False).values
+        def losses_with(changed: Numbers) -> dict[str, float]:
+            self._totals = {**totals, **changed}
+            run = self._run(self._apart[:1], found, backward=False)
+            self._totals = totals
+            return run.values
 
-            given = losses_with({}) if asked else {}
-            for site in asked:  # another value, in another ratio
-                more = totals[site] * torch.linspace(2, 3, len(totals[site])) + 2
-                changed = losses_with({site: more})
-                depends[site] = {k for k in names if given.get(k) != changed.get(k)}
-                if not depends[site] and apart.counts[0].get(site, totals[site]).any():
-                    found.counts.remove(site)
-                    if site[0] == "count":
-                        raise ConfigError(
-                            "window_count in {}:{}: no loss depends on what it returns. Divide the "
-                            "loss by it, in the same forward".format(*site[1][0])
-                        )
-            doubled = {s: 2 * totals[s] for s in asked if s[0] == "sum" and s in found.counts}
-            halved = losses_with(doubled) if doubled else given
-            of_sums = set().union(*(depends[s] for s in doubled))
-            found.weights = {
-                k: "sum" for k in of_sums if given.get(k) and halved[k] / given[k] < _DIVIDED
-            }
+        asked = [site for site in found.counts if site[0] != "mean"]
+        given = losses_with({}) if asked else {}
+        for site in asked[:_MOST_SITES]:  # another value, in another ratio
+            n = totals[site]
+            has_any = apart.counts[0].get(site, n).any()
+            if has_any and losses_with({site: n * torch.linspace(2, 3, len(n)) + 2}) == given:
+                found.counts.remove(site)  # no loss depends on it
+        of_ranks = [site for site in found.counts if site[0] == "sum"]
+        halved = losses_with({s: 2 * totals[s] for s in of_ranks}) if of_ranks else given
+        found.weights = {k: "sum" for k, v in given.items() if v and halved[k] / v < _DIVIDED}
+        found.pretends &= bool(of_ranks)
         for pattern, kind in self._patterns:
-            matched = [name for name in names if fnmatchcase(name, pattern)]
-            if not matched:
+            names = [name for name in self._names if fnmatchcase(name, pattern)]
+            found.weights.update(dict.fromkeys(names, kind))
+            if not names:
                 raise ConfigError(
                     f"MEMFIT.NORMALIZERS.LOSSES: no loss matches {pattern!r}. The model's losses "
-                    f"are {', '.join(names)}"
+                    f"are {', '.join(self._names)}"
                 )
-            for name in matched:
-                if name in found.weights or any(name in losses for losses in depends.values()):
-                    raise ConfigError(
-                        f"MEMFIT.NORMALIZERS.LOSSES: what {name} is divided by is declared twice, "
-                        f"by {kind} and by another pattern or by a count of the model. Leave one"
-                    )
-                found.weights[name] = kind
-
-    def _told_by_key(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern, _ in self._patterns)
-
-    def _parts(self, told: _Run, found: Optional[LossReport] = None, **options: Any) -> _Run:
-        found = found or self._found
-        sites = {
-            *found.counts,
-            *told.counts[0].keys() - {s for s in told.counts[0] if s[0] in _KINDS},
-        }
-        totals = {s: told.counts[0][s] for s in sites}
-        return self._run(self._apart, found, totals, **options)
 
     def _is_wrong(self, parts: _Run, whole: _Run) -> bool:
-        rounding = _ROUNDING.get(self._trained[0].dtype, 2e-5)
-        return parts.distance(whole) > rounding or self._badness(parts, whole)[0] > 0
+        return parts.distance(whole) > _ROUNDING or bool(parts.off(whole))
 
-    def _badness(self, parts: _Run, whole: _Run) -> tuple[int, float]:
-        # In the gradient of all losses, one loss may hide others. So losses are counted first.
-        return sum(parts.is_off(k, whole) for k in whole.values), parts.distance(whole)
-
-    def _judge(self, whole: _Run, parts: _Run, told: _Run) -> None:
-        """Find the losses that are off."""
-        found = self._found
-        found.names = [k for k, v in whole.values.items() if v != 0 or parts.values.get(k)]
+    def _judge(self, whole: _Run, parts: _Run) -> None:
+        """Find the losses that are off: layers of one criterion together, right and wrong apart."""
+        found, values, off = self.found, whole.values, parts.off(whole)
+        found.names = [k for k, v in values.items() if v != 0 or k in off]
         zero = "it is zero for these images"
-        found.unchecked = {k: zero for k in whole.values if k not in found.names}
+        found.unchecked = {k: zero for k in values if k not in found.names}
         if not self._is_wrong(parts, whole):
             return
-        groups: dict[Any, list[str]] = {}  # layers of one criterion together
+        groups: dict[Any, list[str]] = {}
         for name in found.names:
-            key = re.sub(r"\d+", "", name), parts.is_off(name, whole)
-            groups.setdefault(key, []).append(name)
-        least = _SMALL * float(whole.gradients[0].norm())
-        names = list(groups.values())
-        whole, parts = self._run(self._together, names=names), self._parts(told, names=names)
+            groups.setdefault((re.sub(r"\d+", "", name), name in off), []).append(name)
+        least, names = _SMALL * float(whole.gradients[0].norm()), list(groups.values())
+        if self._forwards + 6 <= _MOST_FORWARDS:
+            whole = self._run(self._together, names=names)
+            parts = self._run(self._apart, found, names)
+        else:
+            names = [off or found.names]
         other = None
-        for i, ((_, is_off), of_group) in enumerate(groups.items()):
-            distance = parts.distance(whole, i, 0.0 if is_off else least)
-            if distance <= self._limit:
-                continue
-            noise = _ESTIMATED if parts.estimates else 0.0
-            why = "a running mean is estimated within a window"
-            if (whole.has_drawn or parts.has_drawn) and math.isfinite(distance):
+        for i, of_group in enumerate(names):
+            distance = parts.distance(whole, i, 0.0 if of_group[0] in off else least)
+            noise, why = _ESTIMATED if found.estimates else 0.0, "a running mean of windows"
+            if distance > self._limit and (whole.has_drawn or parts.has_drawn):
                 other = other or self._run(self._together, names=names, seed=1)
                 noise, why = other.distance(whole, i, least), "random numbers"
-            if distance <= noise:
-                why = f"{why} change it by {noise:.1g}, micro-batches by {distance:.1g}"
+            if self._limit < distance <= noise:
+                why = f"micro-batches change it by {distance:.1g}, {why} by {noise:.1g}"
                 found.unchecked.update(dict.fromkeys(of_group, why))
-            else:
+            elif distance > self._limit:
                 found.off.update(dict.fromkeys(of_group, distance))
 
     def _run(
         self,
         groups: Sequence[Sequence[Any]],
         report: Optional[LossReport] = None,
-        totals: Optional[Numbers] = None,
-        has_gradient: bool = True,
         names: Sequence[Sequence[str]] = (),
         seed: int = 0,
+        backward: bool = True,
     ) -> _Run:
         """Run groups of images, one forward and backward each.
 
         Args:
-            report: how the losses are weighted.
-            totals: the counts of the window.
+            report: how the losses are weighted; None: by images, and nothing is answered.
             names: groups of losses, whose gradients are computed one by one.
         """
         if self._state is not None:
             self._state.restore()
-        number = len(self._images)
-        images = (number, number) if totals is not None else (0, 0)
-        answers = self._answers(self._handle, report or LossReport(), totals, images)
-        run = _Run()
-        device = self._trained[0].device
+        number = sum(map(len, self._apart))
+        known = {*report.counts, OBJECTS} if report else ()
+        totals = {s: n for s, n in self._totals.items() if s in known}
+        report, images = report or LossReport(), (number, number) if totals else (0, 0)
+        answers, run = self._answers(self._answer, report, totals, images), _Run()
         for module in self._model.modules():
             if isinstance(module, nn.MultiheadAttention):
                 module.dropout = 0.0
         # On the CPU, oneDNN would keep 30 MB of code for each new size of images.
         flags = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
-        with EventStorage(get_event_storage().iter), flags, torch.set_grad_enabled(has_gradient):
+        with (
+            EventStorage(get_event_storage().iter),
+            flags,
+            torch.set_grad_enabled(self._has_gradient),
+        ):
             for group in groups:
                 micro_batch = MicroBatch(copy.deepcopy(group))  # models may change images
-                share = len(group) / number
                 with _SameDraws(seed) as draws, answers.around(micro_batch):
-                    before = RandomState(device)
+                    before = RandomState(self._trained[0].device)
                     losses = answers.weighted(self._checked(micro_batch.batch))
-                    is_same = before.draws_the_same(RandomState(device))
+                    is_same = before.draws_the_same(RandomState(self._trained[0].device))
                 run.has_drawn |= draws.has_drawn or not is_same
+                share, self._names = len(group) / number, list(losses)
                 for name, loss in losses.items():
                     run.values[name] = run.values.get(name, 0.0) + share * float(loss.detach())
-                for i, of_group in enumerate(names or [list(losses)] if has_gradient else ()):
-                    total: Any = sum(losses[k] for k in of_group if k in losses)
+                for i, of_group in enumerate((names or [self._names]) if backward else ()):
+                    total: Any = sum(losses[k] for k in of_group if k in losses) * share
                     if isinstance(total, torch.Tensor) and total.requires_grad:
                         with _SameDraws(seed), answers.around(micro_batch, replays=True):
-                            (total * share).backward(retain_graph=i + 1 < len(names))
+                            total.backward(retain_graph=i + 1 < len(names))
                     run.gradients += [0.0] * (i + 1 - len(run.gradients))
-                    run.gradients[i] += _sketch(self._trained)
+                    gradient = gradient_of(self._trained)
+                    if not self._has_gradient:  # values stand for it
+                        gradient = torch.tensor([share * float(losses.get(k, 0)) for k in of_group])
+                    run.gradients[i] += gradient
                     self._model.zero_grad(set_to_none=True)
-                self._found.forwards += len(group)
-                if self._progress is not None:
-                    self._progress.update(len(group))
+                self._progress.update(len(group))
+                self._forwards += len(group)
         run.counts = [added([noted]) for noted in answers.noted]
         run.estimates = answers.estimates
         return run
 
-    def _handle(self, call: Any) -> bool:
-        if call.num_ranks == 1:  # a group of this process alone
-            return False
-        self._found.collective = self._found.collective or str(call)
-        if not call.run_alone():
-            raise NotImplementedError(str(call))
-        return True
+    def _answer(self, call: Collective) -> bool:
+        if call.num_ranks > 1:
+            self.found.collective = self.found.collective or str(call)
+            if not call.run_alone():
+                raise NotImplementedError(f"it communicates, {call}")
+        return call.num_ranks > 1
 
     def _checked(self, batch: Any) -> Mapping[str, torch.Tensor]:
         losses = self._losses(self._model, batch)
         if not isinstance(losses, Mapping):
-            raise ConfigError(
-                f"the model or loss_fn must return a loss or a dict of losses, got a "
-                f"{type(losses).__name__}"
-            )
+            name = type(losses).__name__
+            raise ConfigError(f"the model must return a loss or a dict of losses, got a {name}")
         for name, loss in losses.items():
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                got = list(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                got = list(getattr(loss, "shape", [type(loss).__name__]))
                 raise ConfigError(f"{name} must be a tensor with one number, got {got}")
         if any(p.grad is not None for p in self._trained):
             raise ConfigError(
-                "the model's forward or loss_fn calls backward() by itself. Return the losses, and "
-                "leave backward and step to the trainer"
+                f"the model's forward or loss_fn calls backward() by itself. {_LEAVE}"
             )
         return losses
 
 
-def log_report(report: LossReport, known: Mapping[str, float] = {}) -> None:
-    """Log the result: a line, and a warning for each criterion that is off.
+def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    step = f"{type(optimizer).__name__}.step"
+    raise ConfigError(f"the model's forward or loss_fn steps by itself ({step}). {_LEAVE}")
+
+
+def _badness(parts: _Run, whole: _Run) -> tuple[int, float]:
+    # In the gradient of all losses, one loss may hide others. So losses are counted first.
+    return len(parts.off(whole)), parts.distance(whole)
+
+
+def log(report: LossReport, earlier: LossReport, forwards: int) -> None:
+    """Log the result. Warnings of an earlier report do not come again.
 
     Args:
-        known: losses that were warned about before.
+        forwards: micro-batches of an iteration.
     """
-    lines = [f"in {report.forwards} forwards of an image, {report.seconds:.2g} s"]
-    exact = [k for k in report.names if k not in report.off and k not in report.unchecked]
-    if exact:
-        lines.append(f"like one forward over all images: {', '.join(exact)}")
-    for why in dict.fromkeys(report.unchecked.values()):
-        names = [k for k, w in report.unchecked.items() if w == why]
-        lines.append(f"not checked: {', '.join(names)} ({why})")
-    if report.changed:
-        lines.append(f"each forward changes {', '.join(report.changed)}")
-    logger.info("Losses of micro-batches, checked %s", "; ".join(lines))
-    new = {k: d for k, d in report.off.items() if k not in known}
-    for distance in dict.fromkeys(new.values()):
-        names = [k for k, d in new.items() if d == distance]
-        by = f"{distance:.2g} of the gradient" if math.isfinite(distance) else "not finite"
-        logger.warning("%s: %s off in micro-batches. See %s", ", ".join(names), by, HELP)
+    logger.info("Losses of micro-batches, checked %s", report)
+    new = {k: d for k, d in report.off.items() if k not in earlier.off}
+    for line in replace(report, off=new).complaints():
+        logger.warning("%s", line)
+    for name in [k for k in report.counters if k not in earlier.counters]:
+        logger.warning(
+            "%s counts forwards, %d times per iteration with accumulation. What depends on it, "
+            "such as a warm-up, comes earlier by that factor: lengthen it",
+            *(name, forwards),
+        )
 
 
-def added(counts: Iterable[Mapping[Site, Any]]) -> Numbers:
-    """Sums of counts, site by site. This waits for counts on a device."""
-    sums: Numbers = {}
-    for of_forward in counts:
-        for site, count in of_forward.items():
-            own = torch.as_tensor(count).detach().to("cpu", torch.float64).reshape(-1)
-            if site in sums and sums[site].shape != own.shape:  # not a count of anything
-                own = torch.full_like(sums[site], torch.nan)
-            sums[site] = sums[site] + own if site in sums else own
-    return sums
+def gradient_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The gradient: every n-th element of each parameter's, about a million in all."""
+    step = -(-sum(p.numel() for p in parameters) // _ELEMENTS)
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters]
+    return torch.cat([gradient.flatten()[::step] for gradient in gradients])
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-5)
-
-
-def _sketch(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """The gradient, added up with random signs to few numbers. It is linear and keeps norms."""
-    generator = torch.Generator().manual_seed(0)
-    sketch, position = 0.0, 0
-    for p in parameters:
-        if p.grad is not None:
-            gradient = p.grad.to_dense().flatten()
-            left = position % _SKETCH
-            gradient = F.pad(gradient, (left, -(left + len(gradient)) % _SKETCH)).view(-1, _SKETCH)
-            signs = torch.randint(2, (len(gradient),), generator=generator) * 2 - 1
-            sketch = sketch + signs.to(gradient) @ gradient
-        position += p.numel()
-    return sketch + torch.zeros(_SKETCH)
-
-
-def _state_of(model: nn.Module) -> dict[str, Any]:
+def state_of(model: nn.Module) -> dict[str, Any]:
     """Everything in the model that may change, by name: a number, or one that differs after a
     change.
     """
     state: dict[str, Any] = {}
     for path, part in model.named_modules():
-        if isinstance(part, BatchNorm):  # its statistics are not read in training
-            continue
-        values = [*plain_attributes(part), *buffers_by_name(part).items()]
-        for name, value in [*values, *part.named_parameters(recurse=False)]:
-            state[f"{path or type(model).__name__}.{name}"] = _print_of(value)
+        if not isinstance(part, BatchNorm):  # its statistics are not read in training
+            tensors = [*part.named_buffers(recurse=False), *part.named_parameters(recurse=False)]
+            for name, value in [*plain_attributes(part), *tensors]:
+                state[f"{path or type(model).__name__}.{name}"] = _print_of(value)
     return state
 
 
 def _print_of(value: Any, depth: int = 3) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
-        return value.item()
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
-        return zlib.crc32(value.detach().cpu().contiguous().view(torch.uint8).numpy())
-    if depth and isinstance(value, Mapping):
-        return [(str(k), _print_of(v, depth - 1)) for k, v in list(value.items())[:1000]]
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        tensor = torch.as_tensor(value).detach().to_dense()
+        if tensor.numel() == 1:
+            return tensor.item()
+        return zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy())
+    value = list(value.items()) if isinstance(value, Mapping) else value
     if depth and isinstance(value, (list, tuple, deque)):
-        return [_print_of(v, depth - 1) for v in list(value)[:1000]]
+        return [_print_of(v, depth - 1) for v in value]
     is_plain = isinstance(value, (bool, int, float, str, type(None)))
     return value if is_plain else type(value).__name__  # an object of the project's own
 
 
-def _number(value: Any) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if is_number else math.nan
+def changed_by_forward(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Names of what has changed, and of the numbers that have grown by one."""
+    changed = [name for name, value in after.items() if before.get(name, value) != value]
+    pairs = [(name, before[name], after[name]) for name in changed]
+    return changed, [k for k, old, new in pairs if type(old) in (int, float) and new == old + 1]
 
 
-def _chosen(images: Sequence[Any], model: nn.Module, with_empty: bool, most: float) -> list[Any]:
-    """Three images of one size: the most crowded one, one with a third of its labels, one without.
+def _chosen(images: Sequence[Any], with_empty: bool, pixels: float) -> list[Any]:
+    """Three images of one size: the most crowded one, one with a third of its objects, one without.
 
     Args:
-        with_empty: whether the third one has no labels.
-        most: pixels of an image.
+        with_empty: whether the third one has no objects.
+        pixels: of an image, at most.
     """
-    crowded = max(images, key=count_objects)
-    others = sorted((i for i in images if i is not crowded), key=count_objects, reverse=True)
+    crowded, *others = sorted(images, key=count_objects, reverse=True)
     chosen = [crowded, *(others or [crowded])[:1], *(others or [crowded])[-1:]]
     height, width = size_of(crowded)
-    factor = min(math.sqrt(most / max(height * width, 1)), 1.0)
+    factor = min(math.sqrt(pixels / max(height * width, 1)), 1.0)
     size = max(round(height * factor), 1), max(round(width * factor), 1)
-    if all(isinstance(i, dict) and "image" in i for i in chosen) and min(size) > 1:
-        chosen = [i if size_of(i) == size else resize_to(i, size) for i in chosen]
-    ignored = [getattr(m, k, None) for m in model.modules() for k in _IGNORED]
-    void = next((v for v in ignored if type(v) is int), 255)
-    most_objects = count_objects(crowded)
-    for i, share in ((1, 0.3), (2, 0.0 if with_empty else 0.6)):
-        old = count_objects(chosen[i])
-        new = min(old, max(round(most_objects * share), 1 if share else 0))
-        chosen[i] = _cut(chosen[i], old, new, share, size, void)
+    most = count_objects(crowded)
+    for i, objects in enumerate((most, max(most // 3, 1), 0 if with_empty else max(most // 2, 1))):
+        if isinstance(chosen[i], dict) and "image" in chosen[i]:
+            chosen[i] = resize_to(chosen[i], size)
+            if "instances" in chosen[i]:
+                chosen[i]["instances"] = chosen[i]["instances"][:objects]
     return chosen
-
-
-def _cut(value: Any, old: int, new: int, share: float, size: tuple[int, int], void: int) -> Any:
-    """The labels of an image, with fewer objects, and with labels on a share of its pixels."""
-
-    def cut(part: Any) -> Any:
-        return _cut(part, old, new, share, size, void)
-
-    if isinstance(value, Row):  # its tensors are images, and not one entry for each object
-        parts = (p if isinstance(p, torch.Tensor) else cut(p) for p in value.parts)
-        return replace(value, parts=tuple(parts))
-    if isinstance(value, dict):
-        return {k: v if k in _NOT_LABELS else cut(v) for k, v in value.items()}
-    if isinstance(value, Instances):
-        return value[:new] if value.get_fields() else value
-    if isinstance(value, torch.Tensor) and value.dtype == torch.int64 and value.shape[-2:] == size:
-        labels = value.clone()
-        labels[..., round(size[0] * share) :, :] = void
-        return labels
-    is_list = isinstance(value, list) or (isinstance(value, torch.Tensor) and value.dim() > 0)
-    return value[:new] if is_list and old and len(value) == old else value
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    raise ConfigError(
-        f"the model's forward or loss_fn steps by itself ({type(optimizer).__name__}.step). Return "
-        "the losses, and leave backward and step to the trainer"
-    )
-
-
-def _text_of(error: Exception) -> str:
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    file = "/".join(Path(place.filename).parts[-2:])
-    return f"{type(error).__name__}: {one_line(error)[:200]} in {file}:{place.lineno}"
 
 
 class _SameDraws(TorchFunctionMode):
@@ -603,7 +537,7 @@ class _SameDraws(TorchFunctionMode):
         self._seed = seed
 
     def __enter__(self) -> Any:
-        self._seed_all()
+        self._draw_again()
         return super().__enter__()
 
     def __torch_function__(
@@ -615,7 +549,7 @@ class _SameDraws(TorchFunctionMode):
         if func not in _DRAWS:
             return func(*args, **kwargs)
         self.has_drawn = True
-        self._seed_all()
+        self._draw_again()
         drawn = func(*args, **kwargs)
         if func is _RANDPERM:  # of the anchors or proposals of an image
             return drawn.copy_(torch.arange(len(drawn)).roll(self._seed * len(drawn) // 3))
@@ -623,7 +557,7 @@ class _SameDraws(TorchFunctionMode):
             drawn.detach().copy_(drawn[:1].clone().expand_as(drawn))
         return drawn
 
-    def _seed_all(self) -> None:
+    def _draw_again(self) -> None:
         random.seed(self._seed)
         np.random.seed(self._seed)
         torch.manual_seed(self._seed)
