@@ -5,33 +5,27 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Optional
 
 import torch
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from .counts import PretendedRanks
-from .engine.losses import (
-    LIMIT,
-    OTHER,
-    Communication,
-    Subject,
-    Term,
-    gradient_test,
-    relative,
-    sketch_of_gradients,
-    without_traces,
-)
-from .engine.retry import Cutter
+from .common.snapshot import Snapshot
+from .engine.counts import check
+from .engine.loss_check import HELP, LIMIT, LossReport, gradient_of
 from .engine.window import as_given, images_of
-from .errors import DataError
+from .errors import DataError, MemfitError
 from .job import LossFn, losses_of
+from .settings import NormalizerOptions
 
 __all__ = ["AccumulationFinding", "check_accumulation"]
 
 # Leaves the gradients of some micro-batches in the parameters, as a training loop does.
 Accumulate = Callable[[nn.Module, Sequence[Any]], Any]
+
+_BY_IMAGES = NormalizerOptions("off")  # a loop answers no counts
 
 
 @dataclass(frozen=True)
@@ -40,9 +34,9 @@ class AccumulationFinding:
 
     Attributes:
         what: name of a loss, or "loop".
-        word: "exact" (to 1e-3 of the gradient), "close", "other" or "not known".
+        word: "exact" (to 1e-3 of the gradient), "other" or "not known".
         distance: relative, of the gradient of single images from that of one forward over them.
-        why: the cause and a remedy; "" if it is exact.
+        why: what is known about it; "" if it is exact.
     """
 
     what: str
@@ -91,53 +85,49 @@ def check_accumulation(
     model.zero_grad(set_to_none=True)
     try:
         with EventStorage():
-            losses = [_of_loss(*item) for item in _terms(model, loss_fn, images)]
-            loop = [_of_loop(model, accumulate, images, losses)] if accumulate else []
+            report = check(model, partial(losses_of, loss_fn=loss_fn), images, _BY_IMAGES)
+            if "losses" in report.unchecked:
+                raise MemfitError(f"the losses cannot be checked: {report.unchecked['losses']}")
+            found = [_of_loss(report, name) for name in [*report.names, *report.unchecked]]
+            loop = [_of_loop(model, accumulate, images, report)] if accumulate else []
     finally:
         for p, gradient in zip(model.parameters(), kept):
             p.grad = gradient
-    return [*losses, *loop]
+    return [*{f.what: f for f in found}.values(), *loop]
 
 
-def _terms(
-    model: nn.Module, loss_fn: Optional[LossFn], images: Sequence[Any]
-) -> list[tuple[str, Term]]:
-    communicate = Communication(may_retry=True, cutter=Cutter(None)).note
-    subject = Subject(model, lambda m, b: losses_of(m, b, loss_fn), communicate, PretendedRanks())
-    test = gradient_test(subject, images)
-    return list(test.rules(test.ways[0]).terms.items())
-
-
-def _of_loss(name: str, term: Term) -> AccumulationFinding:
-    return AccumulationFinding(name, term.word, term.distance, term.why)
+def _of_loss(report: LossReport, name: str) -> AccumulationFinding:
+    if name in report.off:
+        return AccumulationFinding(name, "other", report.off[name], f"see {HELP}")
+    why = report.unchecked.get(name, "")
+    return AccumulationFinding(name, "not known" if why else "exact", 0.0, why)
 
 
 def _of_loop(
-    model: nn.Module,
-    accumulate: Accumulate,
-    images: Sequence[Any],
-    losses: Sequence[AccumulationFinding],
+    model: nn.Module, accumulate: Accumulate, images: Sequence[Any], report: LossReport
 ) -> AccumulationFinding:
     """Compare the gradient that a loop leaves after single images with that after one batch."""
 
     def gradient(batches: Sequence[Any]) -> torch.Tensor:
-        with without_traces(model), torch.enable_grad():
+        before = Snapshot(model, model.parameters())
+        with torch.enable_grad():
             accumulate(model, [as_given(copy.deepcopy(batch)) for batch in batches])
-            found = sketch_of_gradients(model.parameters())
+        found = gradient_of(list(model.parameters()))
+        before.restore()
         model.zero_grad(set_to_none=True)
         return found
 
     whole, parts = gradient([list(images)]), gradient([[image] for image in images])
     number = len(images)
-    distance = relative(parts - whole, whole)
+    distance = float((parts - whole).norm() / whole.norm())
     if distance <= LIMIT:
         return AccumulationFinding("loop", "exact", distance, "")
-    factor = float(parts @ whole / (whole @ whole)) if float(whole.norm()) else math.inf
+    factor = float(parts @ whole / (whole @ whole))
     near = min((number, 1.0, 1 / number), key=lambda f: abs(math.log(max(factor, 1e-9) / f)))
     reasons = {
         number: f"it sums {number} micro-batches and does not divide by their number",
-        1.0: "its losses do: " + ", ".join(f.what for f in losses if f.word == OTHER),
+        1.0: f"its losses do: {', '.join(report.off)}",
         1 / number: f"it divides by the number of micro-batches twice, {number} x {number}",
     }
     why = f"the gradient is {factor:.3g} times as long: {reasons[near]}"
-    return AccumulationFinding("loop", OTHER, distance, why)
+    return AccumulationFinding("loop", "other", distance, why)

@@ -23,7 +23,7 @@ from torch import nn
 
 from .random_state import RandomState
 
-__all__ = ["Snapshot", "weights_that_may_change"]
+__all__ = ["Snapshot", "plain_attributes", "weights_that_may_change"]
 
 # A tensor in an attribute is copied up to this size. Buffers of all sizes are.
 _LARGE_BYTES = 2**20
@@ -64,82 +64,69 @@ class Snapshot:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._random = RandomState(device)
         self._weights = [(w, w.data, w.detach().clone()) for w in weights]
-        self._attributes: list[tuple[str, dict[str, Any], set[str], dict[str, Any]]] = []
-        self._contents: list[tuple[str, Any, Any]] = []  # a name, a value, and what was in it
+        self._attributes: list[tuple[dict[str, Any], set[str], dict[str, Any]]] = []
+        self._contents: list[tuple[Any, Any]] = []  # values, and what was in them
         self._own: list[tuple[Any, Any]] = []
         self.modules: list[nn.Module] = []
         known: dict[int, Any] = {}
-        waiting = deque(model.named_modules(prefix=type(model).__name__))
+        waiting = deque(model.modules())
         while waiting:
-            path, module = waiting.popleft()
+            module = waiting.popleft()
             if id(module) not in known:
                 known[id(module)] = module
                 self.modules.append(module)
-                self._save_buffers(path, module)
-                waiting.extend(self._save_attributes(path, module, known))
+                if not isinstance(module, FrozenBatchNorm2d):
+                    buffers = module._buffers
+                    self._contents += [(b, b.detach().clone()) for b in module.buffers(False)]
+                    self._contents.append((buffers, dict(buffers)))
+                if hasattr(type(module), "save_for_retry"):
+                    self._own.append((module, module.save_for_retry()))
+                else:
+                    waiting.extend(self._save_attributes(vars(module), known))
 
     def restore(self) -> None:
         """Put the state back. This may be repeated, also between forward and backward."""
         self._random.restore()
         for weight, data, saved in self._weights:
             weight.data = data.copy_(saved)
-        for _, attributes, names, kept in self._attributes:
+        for attributes, names, kept in self._attributes:
             for name in attributes.keys() - names:  # the forward added it
                 del attributes[name]
             attributes.update(kept)
-        for _, value, content in self._contents:
+        for value, content in self._contents:
             _put_back(value, content)
         for module, state in self._own:
             module.restore_for_retry(state)
-
-    def changed(self) -> list[str]:
-        """Names of attributes and buffers that differ now. Those that are new are left out."""
-        names = [
-            f"{path}.{name}"
-            for path, attributes, _, kept in self._attributes
-            for name, value in kept.items()
-            if name in attributes and attributes[name] is not value
-        ]
-        names += [n for n, value, saved in self._contents if not _is_same(_content(value), saved)]
-        return list(dict.fromkeys(names))
 
     def changed_weights(self) -> list[torch.Tensor]:
         """Those of the weights that differ now."""
         return [w for w, _, saved in self._weights if not torch.equal(w.detach(), saved)]
 
-    def _save_buffers(self, path: str, module: nn.Module) -> None:
-        buffers = module._buffers
-        if not isinstance(module, FrozenBatchNorm2d):
-            self._contents.append((f"{path}.buffers", buffers, dict(buffers)))
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    self._contents.append((f"{path}.{name}", buffer, buffer.detach().clone()))
-
     def _save_attributes(
-        self, path: str, module: Any, known: dict[int, Any]
-    ) -> Iterator[tuple[str, nn.Module]]:
+        self, attributes: dict[str, Any], known: dict[int, Any]
+    ) -> list[nn.Module]:
         """Save a module's attributes; return the modules to which they lead."""
-        if hasattr(type(module), "save_for_retry"):
-            self._own.append((module, module.save_for_retry()))
-            return
-        attributes = vars(module)
+        modules: list[nn.Module] = []
         kept = {}
         for name, value in attributes.items():
             if name in _OF_MODULES:
                 continue
             if type(value) not in _CONSTANT:
                 found: dict[int, Any] = {}
-                hidden: list[nn.Module] = []
                 try:
-                    _find(value, found, hidden, known)
+                    _find(value, found, modules, known)
                 except _LeftAloneError:
                     continue
                 known.update(found)
-                self._contents += [(f"{path}.{name}", v, _content(v)) for v in found.values()]
-                for part in hidden:
-                    yield from part.named_modules(prefix=f"{path}.{name}")
+                self._contents += [(v, _content(v)) for v in found.values()]
             kept[name] = value
-        self._attributes.append((path, attributes, set(attributes), kept))
+        self._attributes.append((attributes, set(attributes), kept))
+        return [part for module in modules for part in module.modules()]
+
+
+def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's attributes that PyTorch does not manage."""
+    return ((k, v) for k, v in vars(module).items() if k not in _OF_MODULES)
 
 
 def weights_that_may_change(model: nn.Module) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@
 PyTorch may rename them in any release. ``tests/compat/test_pytorch.py`` tests each name.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional
@@ -137,6 +138,12 @@ def default_group_answered(answer: Callable[[Any], Any]) -> Iterator[None]:
         yield
     finally:
         owner.WORLD = world
+
+
+def compiled_frames() -> int:
+    """Number of functions that ``torch.compile`` has compiled in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else utils.counters["frames"]["total"]
 
 
 def end_with_parent(number: int) -> None:

@@ -13,7 +13,7 @@ from ..errors import ConfigError, MemfitError
 from ..job import Job, readable_loader
 from ..planner.dry_run import one_line_errors
 from . import job_checks
-from .accumulation_check import accumulates
+from .accumulation_check import accumulates, counts
 from .patient import Patient, Untested, Unwell
 from .run_checks import Remake, agrees_on_two_ranks, is_plain_by_default, resumes
 
@@ -66,7 +66,7 @@ def examine(job: Job, trainer: Any = None, remake: Optional[Remake] = None) -> I
         "recovery, memory runs out in the backward": partial(job_checks.recovers, where=0.9),
         "recovery, memory runs out in evaluation": job_checks.recovers_in_evaluation,
         "state that a retry puts back": job_checks.puts_state_back,
-        "normalisers": job_checks.counts,
+        "normalisers": counts,
         "communication in the forward": job_checks.is_silent,
         "techniques": job_checks.usable_techniques,
     }

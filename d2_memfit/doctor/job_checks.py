@@ -14,22 +14,20 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..common.snapshot import Snapshot
-from ..counts import Collective, PretendedRanks, noticed_collectives
+from ..engine.collectives import Collective, noticed_collectives, second_rank_pretended
 from ..engine.evaluating import recovering_inference
-from ..engine.losses import counters_of, state_of
+from ..engine.loss_check import changed_by_forward, state_of
 from ..errors import MemfitError
 from ..job import Job
 from ..planner.dry_run import one_line_errors
 from ..planner.estimates import steps
 from ..settings import RecoveryOptions
 from ..techniques import TECHNIQUES, get_technique
-from .accumulation_check import five_images
 from .estimate_check import estimate_against_real_step
 from .injection import Injector, relative_difference
 from .patient import Patient, Unwell
 
 __all__ = [
-    "counts",
     "is_estimated",
     "is_silent",
     "puts_state_back",
@@ -122,7 +120,7 @@ def puts_state_back(patient: Patient) -> str:
         loss.backward()
 
     patient.call(forward)
-    counting = counters_of(state, state_of(model), 1)
+    _, counting = changed_by_forward(state, state_of(model))
     at_start.restore()
     after = _other_state(model)
     changed = [name for name, value in after.items() if not _same(before.get(name), value)]
@@ -161,13 +159,6 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def counts(patient: Patient) -> str:
-    images = five_images(patient.batch(), with_empty=False)
-    _, _, trainer = patient.step(micro_batch_size=1, images=images)
-    places = trainer.loss_rules.described()
-    return f"counted over the window: {_few(places)}" if places else "none found"
-
-
 def is_silent(patient: Patient) -> str:
     model = patient.model()
     found: list[str] = []
@@ -178,7 +169,7 @@ def is_silent(patient: Patient) -> str:
         return call.run_alone()
 
     def forward() -> None:
-        with noticed_collectives(handle), PretendedRanks().told():
+        with noticed_collectives(handle), second_rank_pretended():
             try:
                 patient.losses(model, patient.batch())
             except Exception:  # there is no other rank to answer

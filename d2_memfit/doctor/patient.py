@@ -15,6 +15,7 @@ from torch import nn
 
 from ..common.side_work import alone, no_information
 from ..engine import AccumulatingTrainer
+from ..engine.loss_check import LossReport
 from ..job import Job, losses_of, resize_image, size_of
 from ..planner.stand_ins import cuda_as_cpu
 from ..settings import Precision, RecoveryOptions
@@ -41,12 +42,14 @@ class Patient:
 
     Attributes:
         images: two dataset dicts. The second has fewer objects.
+        crowded: the same with all objects.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.images: Any = _small(job.training_batch(2))
-        self._rules: dict[str, Any] = {}  # of its losses, which need one test
+        self.crowded: Any = smaller(job.training_batch(2))
+        self.images: Any = _with_fewer_objects(self.crowded)
+        self.report: Optional[LossReport] = None  # of its losses, which need one check
 
     def model(self) -> nn.Module:
         """Build a model on the CPU, always with the same weights."""
@@ -95,14 +98,10 @@ class Patient:
             )
             if fail_at:
                 trainer.injector = Injector(fail_at)
-            if images is None and self._rules:
-                trainer.loss_rules.load_state_dict(self._rules)
             seed_all_rng(seed)
             with EventStorage() as storage:
                 trainer.run_step()
                 loss = float(storage.latest()["total_loss"][0])
-            if images is None:
-                self._rules = trainer.loss_rules.state_dict()
         if with_optimizer:
             return [p.detach() for p in model.parameters()], loss, trainer
         return [p.grad for p in model.parameters() if p.grad is not None], loss, trainer
@@ -119,11 +118,11 @@ def _as_planned() -> Iterator[None]:
         yield
 
 
-def _small(batch: Any) -> Any:
-    """The batch with fewer pixels. Each image has fewer objects than the one before."""
-    result = smaller(batch)
-    if result is batch:
+def _with_fewer_objects(batch: Any) -> Any:
+    """The batch, of which each image has fewer objects than the one before."""
+    if not isinstance(batch, list) or not all(isinstance(d, dict) for d in batch):
         return batch
+    result = [dict(d) for d in batch]
     for i, d in enumerate(result):
         instances = d.get("instances")
         if isinstance(instances, Instances) and len(instances) > 1:

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from .. import compat
 from ..common.units import MB
 from ..compat.pytorch import has_communication_hooks
 from ..errors import ConfigError
-from .losses import CountReport
 from .retry import RecoveryReport
 from .window import MicroBatch, Window
 
@@ -50,9 +49,8 @@ class RankReport:
     has_gradient: list[bool] = field(default_factory=list)
     recovery: Optional[RecoveryReport] = None
     error: str = ""  # for which all ranks end: memory ran out for good
-    counts: CountReport = field(default_factory=CountReport)
+    refused: str = ""  # for which all ranks end: the config cannot train this model
     stop_signal: int = 0  # the signal that asked this rank to end the run
-    run_state: Any = None  # for a checkpoint of the first rank, see StatesOfRanks
 
     def add(self, window: Window, explain: Callable[[MicroBatch], str]) -> None:
         """Sum a window's losses after its last backward. This waits for the device.

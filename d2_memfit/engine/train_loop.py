@@ -18,12 +18,13 @@ from .. import compat
 from ..common.checks import check_positive_int
 from ..common.random_state import RandomState
 from ..common.snapshot import Snapshot
-from ..errors import OutOfMemoryError
+from ..errors import ConfigError, OutOfMemoryError
 from ..job import LossFn, losses_of
 from ..memory import with_room
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
+from .counts import Counts
 from .ending import worker_deaths_wait
-from .losses import CommunicationError, CountReport, LossRules
+from .loss_check import LIMIT, LIMIT_OF_16_BITS
 from .not_finite import described
 from .oom_log import observed
 from .ranks import (
@@ -122,8 +123,14 @@ class AccumulatingTrainer(ResumableTrainer):
         options = normalizers or NormalizerOptions()
         if self._reduces_in_backward:  # losses are divided as in Detectron2
             options = NormalizerOptions("off")
-        self.loss_rules = LossRules(
-            bare_model, self._losses, options, recovers, self.cutter, accumulation_steps
+        self.counts = Counts(
+            bare_model,
+            self._losses,
+            options,
+            recovers,
+            self.cutter,
+            accumulation_steps > 1,
+            LIMIT if precision.dtype == torch.float32 else LIMIT_OF_16_BITS,
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
@@ -173,7 +180,6 @@ class AccumulatingTrainer(ResumableTrainer):
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
                 reports = self._vote(window, self._attempt(window, storage, start))
             storage.write()
-            self.loss_rules.end_iteration([r.counts for r in reports])
             if self.recovery is not None:
                 self.recovery.end_iteration([r.recovery or RecoveryReport() for r in reports])
         check_finite(reports, self.iter)
@@ -221,7 +227,7 @@ class AccumulatingTrainer(ResumableTrainer):
             with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
                     window.load_all()  # a second run must not draw random numbers again
-                self.loss_rules.prepare(window, self._forward)
+                self.counts.prepare(window, self._forward)
                 self._run_micro_batches(window, storage, retries)
                 self._free_old_gradients()  # if all images were skipped
                 if retries is None:
@@ -230,11 +236,11 @@ class AccumulatingTrainer(ResumableTrainer):
                 return RankReport(recovery=retries.report)
         except OutOfMemoryError as e:
             self.model.zero_grad(set_to_none=True)
+            if self.counts.communicates:  # the other ranks wait in a forward
+                raise
             return RankReport(error=str(e))
-        except CommunicationError as e:  # its images are left out, and the report tells all ranks
-            self.model.zero_grad(set_to_none=True)
-            window.put_all_back()
-            return RankReport(counts=CountReport(str(e)))
+        except ConfigError as e:
+            return RankReport(refused=str(e))
 
     def _run_micro_batches(
         self,
@@ -246,9 +252,9 @@ class AccumulatingTrainer(ResumableTrainer):
 
         def take() -> Optional[MicroBatch]:
             has_failed = retries is not None and retries.report.oom_events > 0
-            if has_failed and not window.micro_batches and self.loss_rules.is_one_piece:
+            if has_failed and not window.micro_batches and self.counts.is_one_piece:
                 # It was one piece, which needs no counts, and is cut now.
-                self.loss_rules.prepare(window, self._forward)
+                self.counts.prepare(window, self._forward)
             return self.cutter.take(window)
 
         def run(micro_batch: MicroBatch) -> None:
@@ -257,7 +263,7 @@ class AccumulatingTrainer(ResumableTrainer):
             loss = self._forward(micro_batch)
             if retries is not None:
                 retries.end_forward()
-            with self.loss_rules.answering(micro_batch, replays=True):
+            with self.counts.around(micro_batch, replays=True):
                 self._backward(loss, self._weight(micro_batch, window))
             if storage is not None and retries is None:
                 micro_batch.keep_names_only()
@@ -266,11 +272,15 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
-        with observed(self.out_of_memory_observers), self.precision.autocast():
-            return self.loss_rules.run(micro_batch, partial(self._losses, self.model))
+        with observed(self.out_of_memory_observers), self.counts.around(micro_batch):
+            losses = self.counts.weighted(self._losses(self.model, micro_batch.batch))
+            total: Any = sum(losses.values())
+            micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
+            return total
 
     def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-        return losses_of(model, batch, self.loss_fn)
+        with self.precision.autocast():
+            return losses_of(model, batch, self.loss_fn)
 
     def _weight(self, micro_batch: MicroBatch, window: Window) -> float:
         if self._reduces_in_backward:
@@ -298,9 +308,8 @@ class AccumulatingTrainer(ResumableTrainer):
         bare = compat.without_ddp(self.model)
         try:
             with self._explained("vote", window):
-                if not mine.error:
+                if not (mine.error or mine.refused):
                     mine.add(window, partial(described, bare))
-                    mine.counts = self.loss_rules.report(window, mine.counts.communicates)
         except OutOfMemoryError as e:
             mine = RankReport(error=str(e))
         if not self._reduces_in_backward and comm.get_world_size() > 1:
@@ -308,6 +317,8 @@ class AccumulatingTrainer(ResumableTrainer):
         mine.stop_signal = self.stop_signal
         reports = comm.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
+        if refused := [r.refused for r in reports if r.refused]:
+            raise ConfigError(refused[0])
         if errors := [r.error for r in reports if r.error]:
             raise OutOfMemoryError("\n".join(errors))
         return reports
@@ -339,8 +350,8 @@ class AccumulatingTrainer(ResumableTrainer):
         learned = [rank.pop("learned", None) if rank else None for rank in state["run"]["ranks"]]
         if self.recovery is not None:
             state["recovery"] = self.recovery.state_dict(learned)
-        if rules := self.loss_rules.state_dict():
-            state["loss_rules"] = rules
+        if counts := self.counts.state_dict():
+            state["counts"] = counts
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -348,4 +359,4 @@ class AccumulatingTrainer(ResumableTrainer):
         self.precision.load_state_dict(state_dict)
         if self.recovery is not None and "recovery" in state_dict:
             self.recovery.load_state_dict(state_dict["recovery"])
-        self.loss_rules.load_state_dict(state_dict.get("loss_rules", {}))
+        self.counts.load_state_dict(state_dict.get("counts", {}))

@@ -3,7 +3,6 @@
 
 from .blocks import *
 from .in_forward import *
-from .module_state import *
 from .modules import *
 from .objects import *
 from .packed_masks import *

@@ -1,0 +1,303 @@
+# Copyright (c) the d2_memfit developers.
+"""What is replaced while a forward and its backward run, so that a model's counts can be answered.
+
+Four things, all undone at the end of the ``with``: the collective methods of ``ProcessGroup``;
+the function behind ``F.cross_entropy``; the property that tells of the default process group; and
+methods of a few well-known criteria, whose counts cannot be seen from outside (:data:`_MEANS`).
+"""
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from itertools import dropwhile, islice, takewhile
+from pathlib import Path
+from types import FrameType
+from typing import Any, Optional
+
+import torch
+import torch.distributed as dist
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+from ..common.patching import replaced_functions
+from ..compat.pytorch import cross_entropy_owner, default_group_answered
+
+if dist.is_available():
+    import torch.distributed.nn  # its functions' default group is the group at import
+
+# The methods behind torch.distributed's functions, and the names by which users know some.
+_METHOD = re.compile(r"_?(all|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send)")
+_NAMES = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+}
+# Files of helper functions: a collective's place is the code that calls them.
+_PASSED_ON = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    "/detectron2/utils/comm.py",
+)
+_MOST_COUNTS = 4096  # numbers in a tensor that are taken for counts, such as one for each class
+_REDUCTION_MEAN = 1  # what PyTorch's functions of losses call it
+
+Place = tuple[tuple[str, int], ...]  # file and line of the call and its callers, innermost first
+
+
+class Collective:
+    """One call of a collective.
+
+    Attributes:
+        name: as in ``torch.distributed``.
+        place: where the model's code calls it.
+        tensors: the tensors that the call changes in place.
+        num_ranks: those of its group.
+        scale: factor by which it multiplies a value that all ranks have: the ranks of its group
+            for a sum, 1 for a mean; None for other calls.
+        is_count: whether it may sum numbers that losses are divided by.
+    """
+
+    def __init__(self, name: str, args: Sequence[Any], num_ranks: int) -> None:
+        self.name = _NAMES.get(name, name)
+        self.place = place_of_caller()
+        self.num_ranks = num_ranks
+        self.tensors, sent = _flat(args[:1]), _flat(args[1:2])
+        op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
+        factor = num_ranks if op == dist.ReduceOp.SUM else 1 if op == dist.ReduceOp.AVG else None
+        self.scale = factor if "reduce" in name and not sent else None
+        in_module = takewhile(
+            lambda f: not isinstance(f.f_locals.get("self"), nn.Module), _frames()
+        )
+        # In the forward of a function with its own backward.
+        has_gradient = any(
+            f.f_code.co_filename == torch.autograd.function.__file__ for f in in_module
+        )
+        self.is_count = (
+            self.name == "all_reduce"
+            and self.scale is not None
+            and self.tensors[0].numel() <= _MOST_COUNTS
+            and self.tensors[0].dtype != torch.bool
+            and not (has_gradient or self.tensors[0].requires_grad)
+        )
+
+    def run_alone(self) -> bool:
+        """Answer as if all ranks had sent what this one sends; return whether that was done."""
+        if self.num_ranks == 1:  # a group of this process alone
+            return False
+        for tensor in self.tensors if self.scale else ():
+            tensor.detach().mul_(self.scale)
+        return self.scale is not None or self.name in ("barrier", "broadcast", "reduce")
+
+    def __str__(self) -> str:
+        return "{} in {}:{}".format(
+            self.name, *(self.place or [("a file that is not known", 0)])[0]
+        )
+
+
+@contextmanager
+def noticed_collectives(handle: Callable[[Collective], bool]) -> Iterator[None]:
+    """While open, pass the collectives of this process to ``handle``, and run those for which it
+    returns False.
+
+    They are seen where PyTorch passes them to a process group. The name or library of the call does
+    not matter. DistributedDataParallel's own are not seen, nor are functional collectives, which
+    torch.compile and DTensor use.
+    """
+
+    def replacement(name: str) -> Callable[..., Any]:
+        def made(original: Callable[..., Any]) -> Callable[..., Any]:
+            def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+                is_done = handle(Collective(name, args, group.size()))
+                return _Done() if is_done else original(group, *args, **kwargs)
+
+            return method
+
+        return made
+
+    group = dist.ProcessGroup if dist.is_available() else None
+    methods = {name: replacement(name) for name in filter(_METHOD.match, dir(group))}
+    with replaced_functions([group], methods):
+        yield
+
+
+def second_rank_pretended() -> AbstractContextManager[None]:
+    """While open, code that asks is told of two ranks, and adds up its counts over them.
+
+    Collectives have no group to run in: also open :func:`noticed_collectives`.
+    """
+    group = dist.ProcessGroup(0, 2)  # type: ignore[call-arg, arg-type]
+    return default_group_answered(lambda _: group)
+
+
+def cross_entropies_answered() -> AbstractContextManager[None]:
+    """While open, a mean of cross-entropies with weights asks :data:`counts` for its factor."""
+    return replaced_functions([cross_entropy_owner], {"cross_entropy_loss": _cross_entropy})
+
+
+@cache  # one function: torch.compile compiles again for another
+def _cross_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def cross_entropy(logits: Any, target: Any, weight: Any, *rest: Any) -> torch.Tensor:
+        loss = original(logits, target, weight, *rest)
+        if torch.compiler.is_compiling() or weight is None or rest[0] != _REDUCTION_MEAN:
+            return loss
+        if target.is_floating_point() or counts is None:
+            return loss
+        is_counted = target != rest[1]
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        own = (weight[target.where(is_counted, 0)] * is_counted).sum()
+        return loss * counts.factor(own, 1e-12)
+
+    return cross_entropy
+
+
+# Answers while a forward runs: its count(own, minimum), factor(own, minimum) and share.
+counts: Any = None
+
+# The kind of count ("sum" over ranks, "count" or "mean"), its place, and the number of the call
+# there in one forward. Plain types, for checkpoints.
+Site = tuple[str, Place, int]
+Numbers = dict[Site, torch.Tensor]  # float64 on the host; a vector has a number for each class
+OBJECTS: Site = ("objects", (), 0)
+IMAGES: Site = ("images", (), 0)
+
+
+@contextmanager
+def answering_counts(by: Any) -> Iterator[None]:
+    """While open, :data:`counts` is ``by``."""
+    global counts  # noqa: PLW0603  model code asks, and knows no trainer
+    outer, counts = counts, by
+    try:
+        yield
+    finally:
+        counts = outer
+
+
+# Criteria by the name of their class: the method whose losses are means over elements of the batch;
+# their number, from the module and the method's arguments; the losses, if not all; and whether only
+# MEMFIT.NORMALIZERS.POLICY exact counts them, because images are nearly the right weights.
+_MEANS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...], bool]] = {
+    # DiffusionDet and SparseInst: get_loss(loss, outputs, targets, indices, ...)
+    "SetCriterionDynamicK": ("get_loss", lambda m, *a: sum(len(t) for _, t in a[3]), (), False),
+    "SparseInstCriterion": (
+        *("get_loss", lambda m, *a: sum(len(t) for _, t in a[3])),
+        *(("loss_mask", "loss_objectness"), False),
+    ),
+    # CondInst and BoxInst: __call__(features, stride, instances, ...)
+    "DynamicMaskHead": ("__call__", lambda m, *a: len(a[2]), ("loss_mask", "loss_prj"), False),
+    # Detectron2: losses(predictions, proposals), forward(features, proposals), losses(logits, ...)
+    "FastRCNNOutputLayers": ("losses", lambda m, *a: sum(map(len, a[1])), (), True),
+    "BaseMaskRCNNHead": ("forward", lambda m, *a: sum(map(len, a[1])), (), True),
+    "SemSegFPNHead": ("losses", lambda m, *a: (a[1] != m.ignore_value).sum(), (), True),
+}
+
+
+@contextmanager
+def means_answered(model: nn.Module, is_exact: bool) -> Iterator[None]:
+    """While open, the known criteria of a model ask for the window's counts.
+
+    Args:
+        is_exact: whether to include those that cost one more forward of all images.
+    """
+    with ExitStack() as stack:
+        for cls in {type(module) for module in model.modules()}:
+            for name in {base.__name__ for base in cls.__mro__} & {*_MEANS, "DenseDetector"}:
+                method, *means = _MEANS.get(name, ("_ema_update", _running_mean, (), False))
+                if is_exact or not means[-1]:
+                    made = means[0] if name == "DenseDetector" else _mean(*means[:2])
+                    stack.enter_context(replaced_functions([cls], {method: made}))
+        yield
+
+
+def _mean(number: Callable[..., Any], losses: Sequence[str]) -> Callable[..., Any]:
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = original(module, *args, **kwargs)
+            if not module.training or counts is None:
+                return result
+            bound = inspect.signature(original).bind(module, *args, **kwargs).args
+            factor = counts.factor(number(*bound), 1.0)
+            return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
+
+        return method
+
+    return made
+
+
+def _running_mean(original: Callable[..., float]) -> Callable[..., float]:
+    """For Detectron2's RetinaNet and FCOS: a running mean of the positive anchors in a batch.
+
+    It changes once per window. The window's number is estimated from the micro-batches so far: the
+    exact one would take another forward of all images.
+    """
+
+    def update(
+        module: nn.Module, name: str, value: float, initial_value: float, momentum: float = 0.9
+    ) -> float:
+        share = 1.0 if counts is None else counts.share
+        if share == 1:
+            return original(module, name, value, initial_value, momentum)
+        state, iteration = vars(module), get_event_storage().iter  # a retry puts attributes back
+        of, before, total, shares = state.get(f"{name}_of_window", (None, 0.0, 0.0, 1.0))
+        if of != iteration or shares > 1 - 1e-6:
+            before, total, shares = state.get(name, initial_value), 0.0, 0.0
+        total, shares = total + value, shares + share
+        state[f"{name}_of_window"] = iteration, before, total, shares
+        state[name] = before * momentum + total / shares * (1 - momentum)
+        return float(state[name] * share)
+
+    return update
+
+
+def place_of_caller(depth: int = 3) -> Place:
+    """File and line of the innermost code that is neither PyTorch's nor ours.
+
+    The result is the same on all machines, wherever the code is installed.
+    """
+
+    def passes_on(frame: FrameType) -> bool:
+        return any(part in frame.f_code.co_filename for part in _PASSED_ON)
+
+    frames = dropwhile(passes_on, _frames())  # the same if a part of the forward runs again
+    own = islice(takewhile(lambda frame: not passes_on(frame), frames), depth)
+    return tuple(("/".join(Path(f.f_code.co_filename).parts[-2:]), f.f_lineno) for f in own)
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: Optional[FrameType] = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [t for part in value for t in _flat(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+class _Done:
+    """The handle of a finished collective."""
+
+    def wait(self, *args: Any) -> bool:
+        return True
+
+
+def added(counts: Iterable[Mapping[Site, Any]]) -> Numbers:
+    """Sums of counts, site by site. This waits for counts on a device."""
+    sums: Numbers = {}
+    for of_forward in counts:
+        for site, count in of_forward.items():
+            own = torch.as_tensor(count).detach().to("cpu", torch.float64).reshape(-1)
+            if site in sums and sums[site].shape != own.shape:  # not a count of anything
+                own = torch.full_like(sums[site], torch.nan)
+            sums[site] = sums[site] + own if site in sums else own
+    return sums
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether counts are equal, to the rounding of float32."""
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-5)
