@@ -1,29 +1,19 @@
 # Copyright (c) the d2_memfit developers.
-"""What a project does in an iteration of its own: its losses, its clipping."""
+"""A function of the user's own for the losses."""
 
-import copy
-import itertools
 from functools import partial
 
 import pytest
 import torch
-from detectron2.engine import SimpleTrainer
-from injection import InjectedTrainer, Injector, iterate
-from tiny import (
-    every_anchor_counts,
-    images,
-    parameters,
-    relative_difference,
-    tiny_cfg,
-    tiny_model,
-)
+from injection import iterate
+from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
-from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
+
 
 BATCH = images(8)
 
@@ -69,40 +59,6 @@ def test_its_losses_accumulate_as_a_model_s_own(dtype, tolerance, cut, micro_bat
     for name in ("loss_rpn_cls", "loss_rpn_loc", "total_loss"):
         values, all_expected = (s.history(name).values() for s in (storage, expected))
         assert [v for v, _ in values] == pytest.approx([v for v, _ in all_expected], rel=1e-5)
-
-
-def test_with_one_forward_it_computes_what_detectron2_computes():
-    """Where the loss is the sum of the model's, to the last bit."""
-    expected = start()
-    iterate(SimpleTrainer(expected, [BATCH] * 3, sgd(expected)), 3)
-    actual, _, _ = trained(8, loss_fn=lambda model, batch: sum(model(batch).values()))
-    torch.testing.assert_close(actual, parameters(expected), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("fail_at", [5, 60, 500, 700])
-def test_recovery_runs_it_again(fail_at):
-    options = {"loss_fn": weighted, "num_iterations": 1, "recovery": RecoveryOptions()}
-    full, _, _ = trained(8, **options)
-
-    class FailingOnce(InjectedTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.injector = Injector([fail_at])
-
-    actual, _, trainer = trained(8, FailingOnce, **options)
-    assert trainer.recovery.oom_events == 1
-    assert relative_difference(actual, full) < 1e-6
-
-
-def test_it_is_computed_in_the_trainer_s_precision():
-    seen = []
-
-    def loss_fn(model, batch):
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return weighted(model, batch)
-
-    trained(4, loss_fn=loss_fn, precision="bf16", num_iterations=1)
-    assert seen[-2:] == [True, True], "after the test of what it is divided by"
 
 
 def wrapped_on_rank(rank, steps):
@@ -152,45 +108,3 @@ def test_clipping_sees_the_complete_gradient(clip, cut, micro_batch):
     assert relative_difference(actual, full) < 1e-4 * effect
     with_gradients = [p for p in trainer.model.parameters() if p.grad is not None]
     assert calls == [len(with_gradients)] * 3
-
-
-def test_what_the_optimizer_does_not_train_is_not_clipped():
-    model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
-    seen = []
-    trainer = AccumulatingTrainer(
-        model,
-        itertools.repeat(torch.ones(1, 1)),
-        sgd(model[0]),
-        loss_fn=lambda model, batch: (model[0](batch) + 1e3 * model[1](batch)).sum(),
-        clip_gradients=seen.append,
-    )
-    iterate(trainer)
-    assert [id(p) for p in seen[0]] == [id(p) for p in model[0].parameters()]
-
-
-def test_float16_clips_gradients_without_the_loss_scale():
-    norms = {}
-    for precision in ("fp32", "fp16"):
-
-        def clip(gradients, norms=norms, precision=precision):
-            norms[precision] = clip_grad_norm_(gradients, max_norm=0.01).item()
-
-        trained(2, precision=precision, clip_gradients=clip, num_iterations=1)
-    assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
-
-
-def test_an_overflow_skips_the_step_with_clipping_too():
-    model = torch.nn.Linear(1, 1)
-    trainer = AccumulatingTrainer(
-        model,
-        [torch.full((1, 1), 1e35), torch.ones(1, 1)],
-        sgd(model),
-        precision="fp16",
-        loss_fn=lambda model, batch: (model.weight * batch).sum(),
-        clip_gradients=CLIPS["norm"],
-    )
-    before = copy.deepcopy(model.state_dict())
-    iterate(trainer)
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    iterate(trainer, first=1)
-    assert model.weight.item() != before["weight"].item()

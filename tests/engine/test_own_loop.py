@@ -1,11 +1,11 @@
 # Copyright (c) the d2_memfit developers.
-"""A loop of one's own, such as CenterNet2's, calls ``run_step`` and no ``train``."""
+"""A training loop of the user's own."""
 
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer, PeriodicCheckpointer
 from detectron2.utils.events import EventStorage
-from injection import FailingTrainer, seed_all
+from injection import seed_all
 from tiny import images, parameters, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, Job
@@ -15,7 +15,10 @@ from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 
+
 STEPS = 2
+
+
 LR, GAMMA, PERIOD = 0.01, 0.5, 2
 
 
@@ -59,15 +62,6 @@ def test_a_resumed_loop_goes_on_as_if_nothing_had_happened(tmp_path, precision):
     torch.testing.assert_close(*states, rtol=0, atol=0)
     torch.testing.assert_close(parameters(actual.model), parameters(expected.model), rtol=0, atol=0)
     assert [i for _, i in storage.history("total_loss").values()] == [4, 5]
-
-
-def test_each_iteration_writes_its_own_metrics(tmp_path):
-    _, storage = train(tmp_path, 5)
-    for name in ("total_loss", "effective_batch", "memfit/micro_batch", "lr", "data_time"):
-        assert [i for _, i in storage.history(name).values()] == [0, 1, 2, 3, 4], name
-    rates = [lr for lr, _ in storage.history("lr").values()]
-    assert rates == [LR * GAMMA ** (i // PERIOD) for i in range(5)]
-    assert (tmp_path / "model_0000003.pth").exists()
 
 
 def test_the_iteration_is_the_storage_s_however_the_loop_counts():
@@ -144,21 +138,3 @@ def stepped(rank, accumulates):
 
 def test_a_loop_that_steps_by_itself_trains_the_same():
     torch.testing.assert_close(stepped(0, True), stepped(0, False), rtol=0, atol=0)
-
-
-def test_and_on_two_ranks(two_ranks):
-    results = [two_ranks.run(stepped, accumulates) for accumulates in (True, False)]
-    for actual, expected in zip(*results):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    torch.testing.assert_close(*results[0], rtol=0, atol=0)
-
-
-def test_if_all_images_are_skipped_there_is_no_gradient(monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.retry.MAX_SKIPPED", 1.0)
-    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    recovery = RecoveryOptions(last_resort="skip")
-    trainer = FailingTrainer(model, (), optimizer, recovery=recovery, fails=lambda ids: True)
-    with EventStorage():
-        assert trainer.accumulate(images(2)) == {}
-    assert all(p.grad is None for p in model.parameters())

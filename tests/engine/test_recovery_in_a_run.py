@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Recovery in whole runs: MemfitTrainer and tools/train_net.py, budgets, checkpoints, kills."""
+"""A recovery in a run of the tool."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from forks import run_forked
 from tiny import ROOT, read_metrics, tiny_cfg
 
 pytestmark = pytest.mark.slow
+
 
 TRAIN_NET = ROOT / "tools" / "train_net.py"
 
@@ -92,23 +93,6 @@ def test_a_budget_that_detectron2_exceeds_is_kept_and_can_be_planned_for(cfg, co
     assert metrics["effective_batch"] == 8
 
 
-EVALUATES_WITH_A_PRESET = """
-import resource, torch
-from d2_memfit import MemfitTrainer, get_cfg
-
-cfg = get_cfg()
-cfg.DATASETS.TEST, cfg.MODEL.DEVICE, cfg.MEMFIT.PRESET = (), "cpu", "4GB"
-MemfitTrainer.test(cfg, torch.nn.Identity())
-assert resource.getrlimit(resource.RLIMIT_DATA)[0] == int(3.5 * 2**30)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
-def test_a_preset_is_a_budget_of_a_projects_evaluation_too():
-    result = run_forked("-c", EVALUATES_WITH_A_PRESET)
-    assert result.returncode == 0, result.stderr[-4000:]
-
-
 FAILS_IN_ITERATIONS_1_AND_3 = """
 import os, signal, torch
 from d2_memfit.engine import AccumulatingTrainer
@@ -124,6 +108,7 @@ def fails(self, micro_batch, forward=AccumulatingTrainer._forward):
 
 AccumulatingTrainer._forward = fails
 """
+
 
 IS_KILLED_IN_ITERATION_3 = """
 release, events = recovery.release_memory, []

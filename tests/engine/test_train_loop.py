@@ -1,28 +1,22 @@
 # Copyright (c) the d2_memfit developers.
+"""Iterations of real and toy models, against Detectron2's and a plain loop."""
+
 import copy
-import time
-import weakref
 
 import pytest
 import torch
-from detectron2.engine import HookBase, SimpleTrainer, TrainerBase
+from detectron2.engine import SimpleTrainer
 from detectron2.solver.build import maybe_add_gradient_clipping
 from detectron2.utils.events import EventStorage, get_event_storage
-from tiny import (
-    every_anchor_counts,
-    images,
-    parameters,
-    relative_difference,
-    tiny_cfg,
-    tiny_model,
-)
+from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 from torch.utils.data import DataLoader
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.errors import ConfigError, DataError
+from d2_memfit.errors import DataError
 from d2_memfit.memory import TensorMeter
 
 pytestmark = pytest.mark.slow
+
 
 NUM_ITERATIONS = 3
 
@@ -176,51 +170,6 @@ def test_metrics_are_means_over_images_with_one_entry_per_iteration():
     assert storage.smoothing_hints()["effective_batch"] is False
 
 
-def test_real_models_write_one_entry_per_key_and_iteration():
-    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
-    storage = run(AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), sgd(model), 4))
-    assert "roi_head/num_fg_samples" in storage.histories()
-    for name, history in storage.histories().items():
-        assert [iteration for _, iteration in history.values()] == [0, 1, 2], name
-
-
-def test_images_of_a_window_are_written_once():
-    cfg = tiny_cfg("faster_rcnn", fpn=False)
-    cfg.VIS_PERIOD = 1
-    model = tiny_model(cfg)
-    with EventStorage() as storage:
-        AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), sgd(model), 4).run_step()
-    assert len(storage._vis_data) == 1
-
-
-def test_data_time_is_that_of_all_batches_of_a_window():
-    def slow_loader():
-        for _ in range(3):
-            time.sleep(0.05)
-            yield toys(1)
-
-    model = ToyModel()
-    trainer = AccumulatingTrainer(model, slow_loader(), sgd(model), 3)
-    assert values(run(trainer, 1), "data_time")[0] >= 0.15
-
-
-def test_a_loss_may_be_a_tensor_and_a_batch_of_any_type():
-    class Sum(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return (self.weight * x).sum(dim=1).mean()
-
-    model = Sum()
-    loader = [torch.full((2, 3), 1.0), torch.full((4, 3), 4.0)]
-    trainer = AccumulatingTrainer(model, loader, torch.optim.SGD(model.parameters(), 1.0), 2)
-    storage = run(trainer, 1)
-    assert values(storage, "total_loss") == [9.0]
-    assert model.weight.tolist() == [-2.0, -2.0, -2.0]  # 1 - (2 x 1 + 4 x 4) / 6
-
-
 @pytest.mark.parametrize("kind", [list, lambda pair: {"x": pair[0], "y": pair[1]}])
 def test_a_batch_of_another_kind_counts_as_one(kind):
     class Pairs(torch.nn.Module):
@@ -257,23 +206,6 @@ def test_the_loader_is_asked_for_a_batch_only_when_it_is_needed():
     assert order[-6:] == ["batch", "forward"] * 3, "in all windows but the first"
 
 
-def test_images_are_let_go_after_their_backward():
-    """But in the first window, which is loaded as a whole for a test."""
-    model = ToyModel()
-    seen = []
-
-    def forward(batch):
-        if len(seen) >= 12:
-            assert not any(image() is not None for image in seen)
-        seen.extend(weakref.ref(x["value"]) for x in batch)
-        return ToyModel.forward(model, batch)
-
-    model.forward = forward
-    loader = ([{"value": torch.ones(1)}] for _ in range(20))
-    run(AccumulatingTrainer(model, loader, sgd(model), accumulation_steps=4), 5)
-    assert len(seen) > 20
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("before_forward", [True, False])
 def test_old_gradients_are_gone_before_the_forward_or_before_the_backward(before_forward, steps):
@@ -290,24 +222,6 @@ def test_old_gradients_are_gone_before_the_forward_or_before_the_backward(before
     assert gradients[0] is None
     assert (gradients[-steps] is None) == before_forward
     assert model.weight.grad.item() == (4.5 if steps == 2 else 6)  # of the second iteration alone
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_gradients_are_there_after_an_iteration(steps):
-    """As in Detectron2, whose hooks may look at them after the step."""
-    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
-    trainer = AccumulatingTrainer(model, [images(1)] * steps, sgd(model), steps)
-    run(trainer, 1)
-    assert any(p.grad is not None and p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.parametrize("period", [1, 3])
-def test_metrics_are_written_once_in_a_period(period):
-    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
-    trainer = AccumulatingTrainer(model, [images(1)] * 6, sgd(model), gather_metric_period=period)
-    storage = run(trainer, 6)
-    written = [iteration for _, iteration in storage.history("total_loss").values()]
-    assert written == list(range(period - 1, 6, period))
 
 
 def test_a_loss_that_is_not_finite_raises_before_the_step_and_names_the_images():
@@ -330,43 +244,6 @@ def test_a_loader_that_ends_within_a_window_is_named_and_nothing_is_stepped():
     after_one_step = ToyModel()
     run(AccumulatingTrainer(after_one_step, [toys(1), toys(2)], sgd(after_one_step), 2), 1)
     assert torch.equal(model.weight, after_one_step.weight)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
-def test_numbers_that_are_not_positive_integers_are_refused(value):
-    model = ToyModel()
-    with pytest.raises(ConfigError, match=r"accumulation_steps must be a positive integer"):
-        AccumulatingTrainer(model, [], sgd(model), accumulation_steps=value)
-    with pytest.raises(ConfigError, match=r"micro_batch_size must be a positive integer"):
-        AccumulatingTrainer(model, [], sgd(model), micro_batch_size=value)
-
-
-def test_a_micro_batch_size_needs_batches_that_are_lists():
-    model = ToyModel()
-    loader = [torch.ones(2, 3)]
-    with pytest.raises(ConfigError, match="gives a Tensor"):
-        run(AccumulatingTrainer(model, loader, sgd(model), micro_batch_size=1), 1)
-
-
-def test_float16_steps_once_per_window():
-    cfg = tiny_cfg("mask_rcnn", fpn=False)
-    model = tiny_model(cfg)
-    optimizer = sgd(model)
-    steps = []
-    optimizer.register_step_post_hook(lambda *_: steps.append(len(windows)))
-    windows = []
-    model.register_forward_hook(lambda *_: windows.append(1))
-    trainer = AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), optimizer, 4, "fp16")
-    trainer.precision.scaler.load_state_dict(
-        {**trainer.precision.scaler.state_dict(), "growth_interval": 1}
-    )
-    scale = trainer.precision.scaler.get_scale()
-    before = parameters(model)
-    run(trainer, 2)
-    assert [s - steps[0] for s in steps] == [0, 4]
-    assert trainer.precision.scaler.get_scale() == scale * 4  # one update per iteration
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert relative_difference(parameters(model), before) > 1e-5
 
 
 def test_float16_gradients_are_those_of_the_full_batch():
@@ -398,19 +275,6 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_step(log):
     assert model.weight.item() < 1.0
 
 
-def test_bfloat16_has_no_scaler_and_trains():
-    cfg = tiny_cfg("mask_rcnn", fpn=False)
-    model = tiny_model(cfg)
-    dtypes = []
-    model.backbone.register_forward_hook(lambda m, args, out: dtypes.append(out["res2"].dtype))
-    trainer = AccumulatingTrainer(model, cut(BATCHES, (2, 2, 2, 2)), sgd(model), 4, "bf16")
-    before = parameters(model)
-    run(trainer, 2)
-    assert dtypes[-8:] == [torch.bfloat16] * 8
-    assert trainer.precision.scaler is None
-    assert relative_difference(parameters(model), before) > 1e-5
-
-
 def test_a_scaler_is_saved_and_loaded_and_its_absence_is_logged(log):
     model = ToyModel()
     trainer = AccumulatingTrainer(model, [toys(1)] * 9, sgd(model), 1, "fp16")
@@ -423,45 +287,6 @@ def test_a_scaler_is_saved_and_loaded_and_its_absence_is_logged(log):
     del state["grad_scaler"]
     other.load_state_dict(state)
     assert "has no grad_scaler" in log.text
-
-
-def test_float16_clips_unscaled_gradients():
-    cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
-    clip = cfg.SOLVER.CLIP_GRADIENTS
-    clip.ENABLED, clip.CLIP_TYPE, clip.CLIP_VALUE = True, "norm", 0.01
-    results = []
-    for precision in ("fp32", "fp16"):
-        model = tiny_model(cfg)
-        optimizer = maybe_add_gradient_clipping(cfg, sgd(model))
-        loader = cut(BATCHES, (2, 2, 2, 2))
-        run(AccumulatingTrainer(model, loader, optimizer, 4, precision))
-        results.append(parameters(model))
-    moved = relative_difference(results[0], parameters(tiny_model(cfg)))
-    assert relative_difference(results[1], results[0]) < 0.05 * moved
-
-
-def test_hooks_see_complete_gradients_after_the_backward():
-    if not hasattr(HookBase, "after_backward"):
-        assert not hasattr(TrainerBase, "after_backward")  # Detectron2 v0.6 has no such moment
-        return
-    seen = []
-
-    class Hook(HookBase):
-        def after_backward(self):
-            seen.append(model.weight.grad.item())
-
-    model = ToyModel()
-    trainer = AccumulatingTrainer(model, [toys(1), toys(3)] * 2, sgd(model), 2)
-    trainer.register_hooks([Hook()])
-    run(trainer, 2)
-    assert seen == [6.0, 6.0]
-
-
-@pytest.mark.parametrize("precision", [None, "float8", torch.bfloat16])
-def test_an_unknown_precision_is_refused(precision):
-    model = ToyModel()
-    with pytest.raises(ConfigError, match="the precision must be one of"):
-        AccumulatingTrainer(model, [], sgd(model), precision=precision)
 
 
 @pytest.mark.parametrize(
@@ -506,17 +331,3 @@ def test_another_loader_takes_the_place_of_the_first(kind):
         trainer.run_step()
     assert seen == [0, 1]
     assert trainer.data_loader is second
-
-
-def test_default_keys_leave_gradients_of_another_optimizer_as_detectron2_does():
-    gradients = []
-    for trainer_class in (SimpleTrainer, AccumulatingTrainer):
-        model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
-        model.forward = lambda batch, parts=tuple(model): {"loss": parts[1](parts[0](batch)).sum()}
-        for p in model.parameters():
-            torch.nn.init.ones_(p)
-        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-        run(trainer_class(model, [torch.ones(1, 1)] * 2, optimizer), 2)
-        gradients.append([p.grad for p in model[1].parameters()])
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=0, atol=0)
-    assert gradients[0][1].item() == 2  # of both iterations

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""A detector and a critic of its features, each with an optimizer, in a loop of one's own."""
+"""Two optimizers in one loop, as for a detector and its critic."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from d2_memfit import AccumulatingTrainer, Job
-from d2_memfit.compat import create_ddp_model, without_ddp
+from d2_memfit.compat import without_ddp
 from d2_memfit.engine import build_trainer
 from d2_memfit.job import tensors_of
 from d2_memfit.memory import TensorMeter
@@ -136,19 +136,6 @@ def test_an_injected_error_in_a_half_leaves_no_trace(failing, where):
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_both_optimizers_can_step_with_the_gradients_of_one_window():
-    """Those of an earlier window are replaced, whichever optimizer they belong to."""
-    model = WithCritic()
-    optimizers = optimizers_of(model)
-    trainer = AccumulatingTrainer(model, (), optimizers[0], loss_fn=reversed_losses)
-    seen = []
-    with EventStorage():
-        for _ in range(2):
-            trainer.accumulate(columns())
-            seen.append([gradients_of(optimizer) for optimizer in optimizers])
-    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=0)
-
-
 def job_of(loss_fn, batch, **kwargs):
     return Job(
         model=WithCritic,
@@ -175,26 +162,6 @@ def test_the_second_trainer_takes_the_model_of_the_first_with_its_techniques():
         weights.append(parameters(model))
     assert hasattr(type(model.detector.backbone), "_extended_class")
     assert relative_difference(*weights) < 1e-6
-
-
-def on_rank(rank, num_ranks=2):
-    """Weights after two iterations of four images, shared by the ranks."""
-    model = WithCritic()
-    wrapped = create_ddp_model(model, broadcast_buffers=False)
-    num = 4 // num_ranks
-    batches = [columns(num, first=4 * i + num * rank) for i in range(2)]
-    train(halves_of(wrapped, (1, 1), recovery=RecoveryOptions()), batches)
-    return parameters(model)
-
-
-def test_two_ranks_train_what_one_trains(two_ranks):
-    expected = on_rank(0, num_ranks=1)
-    results = two_ranks.run(on_rank)
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-    moved = relative_difference(expected, parameters(WithCritic()))
-    distance = relative_difference(results[0], expected) / moved
-    print(f"{distance:.0e} of the way of one rank")
-    assert distance < 1e-4
 
 
 def test_the_estimate_has_the_bytes_of_the_loop():

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
-"""Gradients over ranks: real processes, real models, gloo."""
+"""Iterations on several ranks."""
 
-import logging
 import time
 from pathlib import Path
 
@@ -10,21 +9,14 @@ import torch
 import torch.distributed as dist
 from detectron2.engine import SimpleTrainer
 from detectron2.utils.events import EventStorage
-from tiny import (
-    every_anchor_counts,
-    images,
-    parameters,
-    relative_difference,
-    tiny_cfg,
-    tiny_model,
-)
+from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.engine import ranks as reduce
-from d2_memfit.errors import ConfigError
 from d2_memfit.settings import NormalizerOptions
 
 pytestmark = pytest.mark.slow
+
 
 NUM_ITERATIONS = 5
 
@@ -229,71 +221,6 @@ def test_all_buckets_are_reduced(two_ranks, bucket_bytes):
     for actual in two_ranks.run(train_mixed, bucket_bytes):
         for name, expected in parameters(full).items():
             assert torch.allclose(actual[name], expected, rtol=1e-5), name
-
-
-def train_in_float16(rank, overflows):
-    """Rank 1 overflows in the second iteration, if at all."""
-    model = compat.create_ddp_model(Lopsided())
-    large = 1e37 if rank and overflows else 1.0
-    loader = [numbers(1), numbers(3), numbers(1), numbers(large), numbers(1), numbers(3)]
-    trainer = AccumulatingTrainer(model, loader, sgd(model), 2, "fp16")
-    scales, weights = [], []
-    with EventStorage():
-        for trainer.iter in range(3):
-            trainer.run_step()
-            scales.append(trainer.precision.scaler.get_scale())
-            weights.append(model.module.always.tolist())
-    return scales, weights
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all(two_ranks):
-    (scales, weights), other = two_ranks.run(train_in_float16, True)
-    assert (scales, weights) == other
-    assert scales[1] == scales[0] / 2
-    assert weights[1] == weights[0] != weights[2]
-    (scales, weights), _ = two_ranks.run(train_in_float16, False)
-    assert scales[1] == scales[0]
-    assert weights[1] != weights[0]
-
-
-def train_slowly(rank):
-    def loader():
-        for i in range(2):
-            time.sleep(0.2 if rank else 0)
-            yield numbers(i)
-
-    model = compat.create_ddp_model(Lopsided())
-    storage = run(AccumulatingTrainer(model, loader(), sgd(model), 2), 1)
-    return storage.history("data_time").latest() if rank == 0 else None
-
-
-def test_data_time_is_that_of_the_slowest_rank(two_ranks):
-    data_time, _ = two_ranks.run(train_slowly)
-    assert data_time >= 0.4
-
-
-def options_of_ddp(rank):
-    def trainer(steps, **kwargs):
-        model = compat.create_ddp_model(Lopsided(), **kwargs)
-        return AccumulatingTrainer(model, [], sgd(model), steps)
-
-    with pytest.raises(ConfigError, match="static_graph"):
-        trainer(2, static_graph=True)
-    trainer(1, static_graph=True)
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("d2_memfit").addHandler(handler)
-    trainer(1, fp16_compression=True)
-    assert not messages
-    trainer(2, fp16_compression=True)
-    logging.getLogger("d2_memfit").removeHandler(handler)
-    return messages
-
-
-def test_options_of_ddp_that_do_not_go_with_accumulation_are_named(two_ranks):
-    for (message,) in two_ranks.run(options_of_ddp):
-        assert "fp16_compression" in message
 
 
 def train_on_nan(rank):

@@ -1,14 +1,19 @@
 # Copyright (c) the d2_memfit developers.
-"""Recovery from out-of-memory errors: at every point, in every order, without a trace."""
+"""A window that ran out of memory ends as one that did not."""
 
 import gc
 import json
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from detector_parts import Detector
 from detectron2.modeling.meta_arch import retinanet
+from detectron2.structures import Instances
+from detectron2.utils.events import EventStorage
+from forks import CONTEXT, start_server
 from fvcore.nn import sigmoid_focal_loss
 from injection import (
     FailingTrainer,
@@ -16,25 +21,29 @@ from injection import (
     Injector,
     everything,
     iterate,
-    scalars,
     scripted,
     seed_all,
 )
-from made_up_card import made_up_card
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, get_cfg
+from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.compat.pytorch import is_in_backward
 from d2_memfit.engine.evaluating import recovering_inference
-from d2_memfit.errors import ConfigError, OutOfMemoryError
-from d2_memfit.memory import TensorMeter, device_memory
-from d2_memfit.settings import NormalizerOptions, RecoveryOptions, check_settings
+from d2_memfit.engine.oom_log import OomLog, padded_size
+from d2_memfit.errors import OutOfMemoryError
+from d2_memfit.memory import TensorMeter
+from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 
 pytestmark = pytest.mark.slow
 
+
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
+
+
 NUM_POINTS = 200
+
+
 NUM_SAMPLED = 4
 
 
@@ -123,16 +132,6 @@ def failing(fails, steps=1, model=None, num_batches=1, **kwargs):
         normalizers=NormalizerOptions("off"),  # testing the losses takes longer than all else
         fails=fails,
     )
-
-
-def test_on_another_number_of_ranks_the_smallest_size_goes_on():
-    trainer = failing(lambda names: False, 1, CountingModel(2))
-    state = trainer.recovery.state_dict()
-    (own,) = state["cutters"]
-    state["cutters"] = [{**own, "images": images} for images in (None, 1, 2)]
-    trainer.recovery.load_state_dict(state)
-    assert trainer.cutter.images == 1
-    assert trainer.recovery.state_dict()["cutters"] == [{**own, "images": 1}]
 
 
 class FailsTimes:
@@ -406,142 +405,6 @@ def test_what_happened_is_logged_and_counted(log):
     assert len({r.message for r in log.records if "Out of memory" in r.message}) == 1
 
 
-def test_an_error_within_a_name_scope_leaves_the_scope():
-    class Scoped(CountingModel):
-        def forward(self, batch):
-            from detectron2.utils.events import get_event_storage
-
-            with get_event_storage().name_scope("scope"):
-                get_event_storage().put_scalar("inner", len(batch))
-                if len(batch) > 1:
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-            get_event_storage().put_scalar("outer", len(batch))
-            return super().forward(batch)
-
-    model = Scoped(2)
-    trainer = AccumulatingTrainer(model, batches(1), sgd(model), recovery=RecoveryOptions())
-    assert {"scope/inner", "outer"} <= scalars(iterate(trainer)).keys()
-
-
-def test_a_batch_that_cannot_be_split_is_eased_as_a_whole(tmp_path):
-    failures = [1, 2]
-
-    class TensorModel(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(()))
-
-        def forward(self, batch):
-            if failures:
-                failures.pop()
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return {"loss": self.weight * batch.mean()}
-
-    model = TensorModel()
-    options = RecoveryOptions(output_dir=str(tmp_path))
-    iterate(AccumulatingTrainer(model, [torch.ones(4)], sgd(model), recovery=options))
-    assert [e["action"] for e in read_record(tmp_path)] == ACTIONS[1:3]
-
-
-class PretendsCuda:
-    """In place of a device: the CPU, whose allocator is asked like that of a GPU."""
-
-    type = "cuda"
-
-
-class RisingAllocator:
-    def __init__(self, monkeypatch, rises):
-        self.retries = 0
-        self.rises = iter(rises)
-        monkeypatch.setattr(torch.cuda, "memory_stats", self)
-        memory = device_memory(torch.device("cpu"))
-        monkeypatch.setattr("d2_memfit.engine.oom_log.device_memory", lambda _: memory)
-        monkeypatch.setattr("d2_memfit.engine.retry.release_memory", lambda *_, **__: 0)
-
-    def __call__(self, device):
-        self.retries += next(self.rises)
-        return {"num_alloc_retries": self.retries}
-
-
-class Mean(torch.nn.Linear):
-    def __init__(self):
-        super().__init__(1, 1)
-
-    def forward(self, batch):
-        return self.weight.sum() * len(batch)
-
-
-def micro_batches_with_retries(batch, monkeypatch, rises=(1, 1, 1, 1, 1)):
-    """The recovery of five iterations, whose allocator retries so often in each."""
-    RisingAllocator(monkeypatch, rises)
-    model = Mean()
-    trainer = AccumulatingTrainer(model, [batch] * 5, sgd(model), recovery=RecoveryOptions())
-    trainer.recovery._device = PretendsCuda()
-    iterate(trainer, 5)
-    return trainer.recovery
-
-
-def test_an_allocator_that_retries_again_and_again_halves_what_can_be_cut(monkeypatch):
-    recovery = micro_batches_with_retries(images(4), monkeypatch)
-    assert recovery.cutter.images == 2
-    assert recovery.oom_events == 1
-
-
-def test_an_allocator_that_retries_now_and_then_is_left_alone(monkeypatch):
-    recovery = micro_batches_with_retries(images(4), monkeypatch, rises=(3, 1, 0, 1, 2))
-    assert recovery.cutter.images is None
-    assert recovery.oom_events == 0
-
-
-def test_a_batch_that_cannot_be_cut_is_not_halved_for_the_allocator(monkeypatch):
-    recovery = micro_batches_with_retries(torch.ones(4, 3), monkeypatch)
-    assert recovery.cutter.images is None
-    assert recovery.oom_events == 0
-
-
-def test_a_batch_of_an_unknown_kind_can_be_skipped(monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.retry.MAX_SKIPPED", 1.0)
-
-    class NeverFits(CountingModel):
-        def forward(self, batch):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    model = NeverFits(2)
-    options = RecoveryOptions(last_resort="skip")
-    trainer = AccumulatingTrainer(model, [[torch.ones(4)]], sgd(model), recovery=options)
-    iterate(trainer)
-    assert trainer.recovery.skipped_images == 1
-
-
-def test_an_attribute_that_became_a_number_is_nothing_again():
-    seen = []
-
-    class Lazy(CountingModel):
-        def __init__(self):
-            super().__init__(2)
-            self.normalizer = None
-
-        def forward(self, batch):
-            seen.append(self.normalizer)
-            self.normalizer = 0.5
-            if len(batch) > 1:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().forward(batch)
-
-    model = Lazy()
-    iterate(AccumulatingTrainer(model, batches(1), sgd(model), recovery=RecoveryOptions()))
-    assert seen[0] is None
-    assert seen[-2:] == [None, 0.5]
-
-
-def test_a_learned_size_does_not_put_batches_together():
-    model = CountingModel(16)
-    trainer = AccumulatingTrainer(model, batches(4), sgd(model), 4, recovery=RecoveryOptions())
-    learned = {"cutters": [{"images": 4, "_full": 8}]}
-    trainer.recovery.load_state_dict({**trainer.recovery.state_dict(), **learned})
-    assert iterate(trainer).latest()["memfit/micro_batch"][0] == 2
-
-
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), AssertionError("no")])
 def test_other_errors_are_not_tried_again(error):
     calls = []
@@ -597,25 +460,6 @@ def test_recoveries_leave_no_memory_behind():
                 at_first = meter.live_bytes
     assert trainer.recovery.oom_events == 31
     assert meter.live_bytes - at_first < 2**18
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"LAST_RESORT": "ignore"}, "LAST_RESORT must be 'raise' or 'skip', got 'ignore'"),
-        ({"ALLOW_RESIZE": "no"}, "ALLOW_RESIZE must be True or False, got 'no'"),
-        ({"POLICY": ["split"]}, "MEMFIT.OOM.POLICY must be"),
-        ("split", "MEMFIT.OOM must be a node with keys, got 'split'"),
-    ],
-)
-def test_options_that_cannot_work_are_named(options, message):
-    cfg = get_cfg()
-    if isinstance(options, dict):
-        cfg.MEMFIT.OOM.update(options)
-    else:
-        cfg.MEMFIT.OOM = options
-    with pytest.raises(ConfigError, match=message):
-        check_settings(cfg)
 
 
 def recovering(model, batch):
@@ -674,20 +518,77 @@ def test_a_failed_attempt_is_freed_before_its_state_is_restored(run, around, mon
     assert max(at_restore) - at_start[0] < 0.1 * (at_error[0] - at_start[0])
 
 
-def test_on_a_full_card_the_error_is_that_of_the_attempt(log):
-    """State is looked at after a failed forward. No memory may be left for that."""
-    with made_up_card() as card:
+def record_of(output_dir="", model=None):
+    options = RecoveryOptions(output_dir=str(output_dir), budget_gb=6)
+    return OomLog(options, model or tiny_model(tiny_cfg()))
 
-        def fill(_, args):
-            card.share = 1.0
-            if len(args[0]) > 2:
-                card.share = 0.99 * card.live_bytes / card.total_bytes
-                raise torch.OutOfMemoryError("CUDA out of memory. It is in a ROI head.")
 
-        model = tiny_model(tiny_cfg("mask_rcnn", device="cuda:0"))
-        model.roi_heads.register_forward_pre_hook(fill)
-        trainer = recovering(model, images(4, size=160))
-        iterate(trainer)
-    assert trainer.recovery.oom_events == 1
-    assert card.out_of_memory == 1  # in that look
-    assert "The error was: CUDA out of memory. It is in a ROI head" in log.text
+def event(num_images=2):
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with EventStorage(7):
+        return record_of().event(error, "forward", images(num_images, size=70))
+
+
+def test_an_event_holds_what_a_user_must_know(tmp_path):
+    record = record_of(tmp_path / "new")
+    made = event()
+    record.append(made, "done")
+    record.append(made, "done")
+    lines = (tmp_path / "new" / "memfit_oom.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    read = json.loads(lines[0])
+    assert read.pop("allocated_gb") > 0.1
+    assert read.pop("reserved_gb") > 0.1
+    assert read.pop("time") > 1.6e9
+    described = {"height": 70, "width": 70, "num_instances": 3}
+    assert read == {
+        "iteration": 7,
+        "phase": "forward",
+        "micro_batch": 2,
+        "images": [{"file_name": f"image_{i}.png", "image_id": i, **described} for i in range(2)],
+        "padded_size": [96, 96],
+        "budget_gb": 6,
+        "error": "CUDA out of memory",
+        "action": "done",
+        "rank": 0,
+    }
+
+
+def test_images_are_padded_as_the_model_does():
+    model = tiny_model(tiny_cfg())
+    batch = [{"image": torch.zeros(3, 100, 33)}, {"image": torch.zeros(3, 64, 130)}]
+    assert padded_size(batch, model) == (128, 160)
+    assert padded_size(batch, model) == tuple(
+        model.preprocess_image([{**b, "image": b["image"]} for b in batch]).tensor.shape[-2:]
+    )
+    assert padded_size("something else", model) is None
+
+
+def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
+    record = record_of(tmp_path)
+    pixels = torch.zeros(3, 8, 8)
+    batch = [
+        {"image": pixels, "image_id": np.int64(7), "instances": Instances((8, 8))},
+        {"image": pixels, "image_id": Path("a/b"), "file_name": "c"},
+    ]
+    record.append(record.event(MemoryError(), "forward", batch), "done")
+    first, second = json.loads((tmp_path / "memfit_oom.jsonl").read_text())["images"]
+    assert (first["image_id"], first["num_instances"]) == (7, 0)
+    assert (second["image_id"], second["num_instances"]) == ("a/b", None)
+
+
+def append_many(folder, made):
+    for _ in range(100):
+        record_of(folder, torch.nn.Linear(1, 1)).append(made, "done")
+
+
+def test_several_processes_share_the_file(tmp_path):
+    made = event(100)  # a long line
+    start_server()
+    processes = [CONTEXT.Process(target=append_many, args=(str(tmp_path), made)) for _ in range(2)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(120)
+    lines = (tmp_path / "memfit_oom.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["images"]) for line in lines] == [100] * 200

@@ -1,4 +1,6 @@
 # Copyright (c) the d2_memfit developers.
+"""What a window logs: one entry per key and iteration."""
+
 import inspect
 from contextlib import suppress
 
@@ -29,19 +31,6 @@ def test_scalars_become_one_mean_weighted_by_images(storage):
     assert storage.history("x").values() == [(1.0, 7), (2.0, 8)]
     assert storage.history("inner/y").values() == [(2.0, 8)]
     assert storage.smoothing_hints()["inner/y"] is False
-
-
-def test_what_was_put_can_be_read_at_once(storage):
-    with WindowStorage(storage):
-        inner = get_event_storage()
-        assert inner.iter == 7
-        assert inner.history("old").latest() == 5.0
-        inner.put_scalar("x", 3.0)
-        assert inner.history("x").latest() == 3.0
-        assert inner.latest()["x"] == (3.0, 7)
-        assert inner.latest()["old"] == (5.0, 7)
-        assert set(inner.histories()) == {"x", "old"}
-    assert storage.history("x").latest() == 1.0  # until it is written
 
 
 def test_a_rewind_drops_later_scalars_and_the_name_scope_that_an_error_left_open(storage):

@@ -1,19 +1,74 @@
 # Copyright (c) the d2_memfit developers.
-"""Batches in columns, such as (images, targets), are cut image by image."""
+"""Images of a window: taken, cut, put back, in every kind of batch."""
 
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from injection import FailingTrainer, iterate
+from injection import iterate
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.oom_log import OomLog
-from d2_memfit.engine.window import Window, as_given, count_images, image_names
+from d2_memfit.engine.window import Window, as_given, count_images
 from d2_memfit.errors import ConfigError
 from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
+
+
+BATCHES = [[{"image_id": i} for i in ids] for ids in ((0, 1, 2, 3), (4, 5, 6), (7,))]
+
+
+def ids(micro_batch):
+    return [image["image_id"] for image in micro_batch.data]
+
+
+def taken(window, *sizes, across_batches=True):
+    """Micro-batches of these sizes, the last one again and again until the window's end."""
+    sizes = list(sizes)
+    found = []
+    while (m := window.take(sizes[0], across_batches)) is not None:
+        found.append(ids(m))
+        if len(sizes) > 1:
+            sizes.pop(0)
+    return found
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+@pytest.mark.parametrize(
+    ("across_batches", "expected"),
+    [
+        (True, [[0, 1, 2], [3, 4, 5], [6, 7]]),
+        (False, [[0, 1, 2], [3], [4, 5, 6], [7]]),
+    ],
+)
+def test_images_come_in_the_loaders_order(is_loaded, across_batches, expected):
+    window = Window(iter(BATCHES), 3)
+    if is_loaded:
+        window.load_all()
+    assert taken(window, 3, across_batches=across_batches) == expected
+    assert window.num_images == 8
+    assert window.expected_images == 12  # three times the first batch
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_images_put_back_come_next_in_smaller_pieces(is_loaded):
+    window = Window(iter(BATCHES), 3)
+    if is_loaded:
+        window.load_all()
+    assert ids(window.take(3)) == [0, 1, 2]
+    window.put_back()
+    assert taken(window, 1, 2) == [[0], [1, 2], [3, 4], [5, 6], [7]]
+    window.put_all_back()
+    assert taken(window, 8) == [list(range(8))]
+
+
+def test_of_two_equal_images_the_one_that_is_meant_is_replaced():
+    one, other = {"image_id": 0}, {"image_id": 0}
+    window = Window(iter([[one, other]]), 1)
+    window.load_all()
+    window.replace(other, {"image_id": 1})
+    assert taken(window, 2) == [[0, 1]]
 
 
 class Pair(NamedTuple):
@@ -54,19 +109,6 @@ def test_they_are_cut_and_joined_across_batches(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_come_again_after_a_failure(kind):
-    window = Window(iter([columns(kind, 0, 1, 2)]), 1)
-    assert window.take().can_be_split
-    window.put_back()
-    assert_same(window.take(2).batch, columns(kind, 0, 1))
-    window.take(2)
-    window.put_all_back()
-    single = window.take(1)
-    assert_same(single.batch, columns(kind, 0))
-    assert not single.can_be_split
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_uncut_they_come_as_they_are(kind):
     batch = columns(kind, 0, 1)
     given = Window(iter([batch]), 1).take().batch
@@ -102,16 +144,6 @@ def test_other_kinds_count_as_one_and_cannot_be_cut(batch):
         Window(iter([batch]), 1).take(1)
 
 
-def test_their_images_have_names_also_when_they_were_let_go():
-    window = Window(iter([columns("lists", 0, 1)]), 1)
-    micro_batch = window.take(1)
-    names = image_names(micro_batch.data)
-    micro_batch.keep_names_only()
-    assert image_names(micro_batch.data) == names == "0.png (image_id 0)"
-    assert micro_batch.num_images == 1
-    assert image_names(columns("tensors", 0)) == "without names"
-
-
 class Products(torch.nn.Module):
     """The gradient of its weight is the mean product of image and target."""
 
@@ -135,48 +167,6 @@ def test_each_image_counts_once(micro_batch, steps):
     num = 4 * steps
     assert model.weight.item() == pytest.approx(-sum(i * i for i in range(num)) / num)
     assert storage.latest()["effective_batch"][0] == num
-
-
-class FailingColumns(FailingTrainer):
-    def _maybe_fail(self):
-        if self.fails(image_names(self._current).count("image_id")):
-            raise torch.OutOfMemoryError("CUDA out of memory. injected")
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_recovery_splits_them(phase):
-    model = Products()
-    trainer = FailingColumns(
-        model,
-        [columns("lists", 0, 1, 2, 3)],
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        recovery=RecoveryOptions(),
-        fails=lambda num_images: num_images > 1,
-    )
-    trainer.phase = phase
-    storage = iterate(trainer)
-    assert storage.latest()["memfit/micro_batch"][0] == 1
-    assert model.weight.item() == -(0 + 1 + 4 + 9) / 4
-
-
-def test_recovery_skips_one_image_of_them(monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.retry.MAX_SKIPPED", 0.5)
-
-    class OneNeverFits(Products):
-        def forward(self, batch):
-            if any(target["image_id"] == 2 for target in batch[1]):
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().forward(batch)
-
-    model = OneNeverFits()
-    options = RecoveryOptions(last_resort="skip")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer = AccumulatingTrainer(
-        model, [columns("lists", 0, 1, 2, 3)], optimizer, recovery=options
-    )
-    iterate(trainer)
-    assert trainer.recovery.skipped_images == 1
-    assert model.weight.item() == pytest.approx(-(0 + 1 + 9) / 3)
 
 
 def test_an_out_of_memory_error_names_them():

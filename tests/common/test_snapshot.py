@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 from injection import iterate
-from tiny import tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions
-from d2_memfit.techniques.support import module_state
 
 
 class Meter:
@@ -185,43 +183,6 @@ def test_state_is_as_before_after_a_test_of_what_losses_are_divided_by(kind):
     assert again == first
 
 
-@pytest.mark.parametrize("late", [0, 3])
-def test_weights_that_a_forward_changes_are_put_back_in_later_iterations(late):
-    """Which they are is found out, also where it does not begin at once."""
-    large = torch.zeros(2**19)  # 2 MiB, so that it is copied only because it changes
-    forwards = []
-
-    def change(model):
-        forwards.append(1)
-        if len(forwards) > late:
-            model.teacher.weight.data.mul_(0.9)
-            model.weight.data[1:].mul_(0.9)
-            model.state.add_(1)
-
-    def look(model):
-        return [model.teacher.weight.data, model.weight.data[1:], model.state[0]]
-
-    seen = train(large, change, look, num_iterations=8, fails_in=[6])
-    assert seen[7] == seen[6]
-    assert seen[8] != seen[7]
-
-
-def test_a_first_change_in_a_forward_that_fails_is_said(log):
-    train(0, lambda m: m.weight.data.mul_(0.9), lambda m: m.weight)
-    assert log.text.count("weight was changed by a forward that failed, for the first time") == 1
-
-
-def test_what_is_too_large_or_cannot_go_back_is_said_once_with_its_name(log, monkeypatch):
-    monkeypatch.setattr("d2_memfit.engine.state.state_copy.MOST_BYTES", 8)
-    monkeypatch.setattr(module_state, "_MOST_OBJECTS", 5)
-    state = SimpleState()
-    train(state, SimpleState.change, str, num_iterations=3, fails_in=())
-    messages = [r.getMessage() for r in log.records if "is not put back" in r.getMessage()]
-    assert len(messages) == 3
-    for name in ("teacher.weight", "Model.state", "Model.numbers"):
-        assert any(f"The forward changes {name}, and" in m for m in messages), messages
-
-
 def test_large_tensors_that_a_forward_replaces_are_not_kept():
     kept = []
 
@@ -236,19 +197,6 @@ def test_large_tensors_that_a_forward_replaces_are_not_kept():
 
     train(torch.zeros(2**19), change, look, num_iterations=6, fails_in=())
     assert max(alive) == 1
-
-
-class SimpleState(list):
-    def __init__(self):
-        super().__init__([[] for _ in range(6)])
-
-    @staticmethod
-    def change(model):
-        model.state.append(1)
-        model.teacher.weight.mul_(0.9)
-        if not hasattr(model, "numbers"):
-            model.numbers = itertools.count()
-        next(model.numbers)
 
 
 class KeepsItself(Model):
@@ -274,15 +222,3 @@ def test_what_is_part_of_a_graph_is_left_alone():
         kept.append(model.state)
 
     train({}, change, lambda m: 0, num_iterations=2, fails_in=[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["mask_rcnn", "keypoint_rcnn", "retinanet"])
-def test_nothing_is_said_of_detectron2s_models(family, log):
-    from monitored import batches
-
-    model = tiny_model(tiny_cfg(family, fpn=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    iterate(AccumulatingTrainer(model, batches(), optimizer, recovery=RecoveryOptions()), 3)
-    assert "not put back" not in log.text
-    assert "stays" not in log.text

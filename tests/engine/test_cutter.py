@@ -1,4 +1,6 @@
 # Copyright (c) the d2_memfit developers.
+"""The limit of micro-batches: halved, and grown back."""
+
 import pytest
 
 from d2_memfit.engine.retry import Cutter
@@ -45,13 +47,6 @@ def test_it_grows_back_to_what_is_configured_and_not_beyond(cutter):
     assert size.images == 6
 
 
-def test_without_a_configured_size_it_grows_back_to_the_loaders_batch(cutter):
-    size = cutter(None, grow_after=2)
-    fail(size, 4)
-    assert clean(size, 10) == [2]
-    assert size.images is None
-
-
 def test_a_size_that_fails_again_and_again_waits_twice_as_long_each_time(cutter):
     size = cutter(2, grow_after=3)
     waits = []
@@ -71,15 +66,6 @@ def test_a_size_that_has_held_is_trusted_again(cutter):
     assert clean(size, 100) == [3]
 
 
-def test_a_failure_starts_the_wait_anew(cutter):
-    size = cutter(4, grow_after=5)
-    fail(size, 4)
-    clean(size, 4)
-    fail(size, 2)
-    assert clean(size, 5) == [5]
-    assert size.images == 2
-
-
 def test_its_state_goes_on_where_it_was(cutter):
     size = cutter(8, grow_after=5)
     fail(size, 8)
@@ -88,13 +74,6 @@ def test_its_state_goes_on_where_it_was(cutter):
     resumed.load_state_dict(size.state_dict())
     assert clean(resumed, 3) == [3]
     assert resumed.images == 8
-
-
-def test_what_was_configured_then_is_not_taken_for_learned(cutter):
-    for configured in (8, None):
-        resumed = cutter(configured, grow_after=5)
-        resumed.load_state_dict(cutter(2, grow_after=5).state_dict())
-        assert resumed.images == configured
 
 
 def test_a_smaller_size_that_is_configured_since_counts(cutter):

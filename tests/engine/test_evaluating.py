@@ -1,4 +1,6 @@
 # Copyright (c) the d2_memfit developers.
+"""An evaluation goes on with the same results after a batch did not fit."""
+
 import json
 
 import pytest
@@ -10,13 +12,12 @@ from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit import compat
-from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.errors import OutOfMemoryError
-from d2_memfit.memory import TensorMeter
 from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
+
 
 FAMILIES = [
     *("proposal_network", "mask_rcnn", "keypoint_rcnn", "retinanet"),
@@ -103,75 +104,11 @@ def test_a_failure_anywhere_changes_no_result(family):
         assert model.forward.injector.num_allocations > num_allocations
 
 
-def test_results_are_on_the_host_before_they_grow():
-    from detectron2.modeling.meta_arch import rcnn
-
-    from d2_memfit.techniques import results_on_host
-
-    moved = []
-
-    class Results:
-        def to(self, device):
-            moved.append(device)
-            raise StopIteration
-
-    original = rcnn.detector_postprocess
-    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
-    with results_on_host(model), pytest.raises(StopIteration):
-        rcnn.detector_postprocess(Results(), 10, 10)
-    assert moved == ["cpu"]
-    assert rcnn.detector_postprocess is original
-
-
 def test_an_image_that_fits_in_no_way_is_named():
     model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
     model.forward = FailsOn(model, lambda batch: True)
     with pytest.raises(OutOfMemoryError, match=r"in the evaluation .*image_0.png.*MAX_SIZE_TEST"):
         evaluate(model, RecoveryOptions())
-
-
-def test_without_options_and_afterwards_the_model_is_as_it_was():
-    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
-    original = type(model)
-    with recovering_inference(model, None):
-        assert type(model) is original
-    with recovering_inference(model, RecoveryOptions()):
-        assert type(model) is not original
-        assert isinstance(model, original)
-    assert type(model) is original
-
-
-def test_frozen_parameters_are_not_copied():
-    taken = []
-
-    class Frozen(torch.nn.Linear):
-        def forward(self, batch):
-            taken.append(meter.live_bytes)
-            return super().forward(batch)
-
-    model = Frozen(512, 512).requires_grad_(False)
-    with recovering_inference(model, RecoveryOptions()), TensorMeter() as meter:
-        before = meter.live_bytes
-        model(torch.zeros(1, 512))
-    assert taken[0] - before < model.weight.nbytes
-
-
-def test_a_copy_of_the_state_that_does_not_fit_is_recovered_from(tmp_path, monkeypatch):
-    made = []
-
-    class FailsOnce(StateCopy):
-        def __init__(self, *args, **kwargs):
-            made.append(self)
-            if len(made) == 1:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            super().__init__(*args, **kwargs)
-
-    monkeypatch.setattr("d2_memfit.engine.evaluating.Snapshot", FailsOnce)
-    model = torch.nn.Linear(2, 2)
-    model.forward = lambda batch: batch
-    with recovering_inference(model, RecoveryOptions(output_dir=str(tmp_path))):
-        assert len(model(images(2))) == 2
-    assert actions(tmp_path) == ["the images are run one at a time"]
 
 
 def test_test_time_augmentation_is_recovered_too(tmp_path):
@@ -213,12 +150,6 @@ def evaluate_on_a_rank(rank):
 def test_one_rank_that_fails_keeps_the_others_waiting_and_no_more(two_ranks):
     image_ids = [0, 1, 2, 10, 11, 12]
     assert two_ranks.run(evaluate_on_a_rank) == [[image_ids, image_ids]] * 2
-
-
-def test_other_errors_pass():
-    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
-    with recovering_inference(model, RecoveryOptions()), pytest.raises(TypeError):
-        model.eval()(None)
 
 
 class WithMode(torch.nn.Linear):
