@@ -30,9 +30,8 @@ Groups = Iterable[tuple[Iterable[Any], Mapping[str, Callable[[Any], Any]]]]
 def change_class(instance: Any, cls: type) -> None:
     """Change the class of an object to a subclass of its class, or back.
 
-    This is for objects that a project has made already, and that others refer to. There are three
-    kinds: modules whose technique wraps methods, so that copies and ``isinstance`` stay right; and
-    the trainer and the checkpointer that a project makes from its own class.
+    This is for objects that a project has made already, and that others refer to: modules whose
+    technique wraps methods, so that copies and ``isinstance`` stay right, and checkpointers.
     """
     instance.__class__ = cls
 

@@ -137,7 +137,17 @@ class Run:
             RankError: another rank cannot start.
         """
         _check_same_iteration(trainer.start_iter, self.cfg.OUTPUT_DIR)
-        _on_all_ranks(lambda: self._start(trainer))
+        error: Optional[Exception] = None
+        try:
+            self._start(trainer)
+        except Exception as e:
+            error = e
+        texts = comm.all_gather(error and one_line(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise RankError(f"rank {rank} cannot start the run: {text}")
 
     def check_loop(self) -> None:
         """Check a loop of ``run_step()``, which calls no hooks, such as a project's ``train``.
@@ -172,8 +182,14 @@ class Run:
         hooks.sort(key=lambda hook: isinstance(hook, SaveOnEnding))  # after everything
         if isinstance(self.job.parts, TrainerParts):
             _write_plain_config(self.job.cfg)
-        if not self.cfg.MODEL.WEIGHTS and not isinstance(self.job.parts, GivenParts):
-            _warn_of_frozen_norms(compat.inner_trainer(trainer).model)
+        loads_nothing = not self.cfg.MODEL.WEIGHTS and not isinstance(self.job.parts, GivenParts)
+        model = compat.inner_trainer(trainer).model
+        if loads_nothing and has_random_weights_behind_frozen_norms(model):
+            logger.warning(
+                "MODEL.WEIGHTS is empty, and frozen batch norm does not normalise the activations "
+                "of random weights, so training is likely to diverge. Name weights, or set "
+                "MODEL.RESNETS.NORM GN (BN for a light backbone) and MODEL.BACKBONE.FREEZE_AT 0"
+            )
 
     def check_run_step(self, trainer: type, inner: type[AccumulatingTrainer]) -> None:
         """Raise :class:`ConfigError` if a key is set that only our ``run_step`` reads.
@@ -225,21 +241,6 @@ def _check_same_iteration(first: int, output_dir: str) -> None:
         )
 
 
-def _on_all_ranks(function: Callable[[], None]) -> None:
-    """Call a function on all ranks. An error on one is raised on all."""
-    error: Optional[Exception] = None
-    try:
-        function()
-    except Exception as e:
-        error = e
-    texts = comm.all_gather(error and one_line(error))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise RankError(f"rank {rank} cannot start the run: {text}")
-
-
 def _write_plain_config(cfg: CfgNode) -> None:
     """Write OUTPUT_DIR/detectron2_config.yaml, with which plain Detectron2 uses the result."""
     if not (comm.is_main_process() and cfg.OUTPUT_DIR and is_local(cfg.OUTPUT_DIR)):
@@ -254,16 +255,6 @@ def _write_plain_config(cfg: CfgNode) -> None:
             return
         with whole_file(path, "w") as file:
             file.write(plain.dump())
-
-
-def _warn_of_frozen_norms(model: nn.Module) -> None:
-    """Warn of random weights behind norms that are frozen, and so normalise nothing."""
-    if has_random_weights_behind_frozen_norms(model) and comm.is_main_process():
-        logger.warning(
-            "MODEL.WEIGHTS is empty, and frozen batch norm does not normalise the activations of "
-            "random weights, so training is likely to diverge. Name weights, or set "
-            "MODEL.RESNETS.NORM GN (BN for a light backbone) and MODEL.BACKBONE.FREEZE_AT 0"
-        )
 
 
 def build_trainer(

@@ -85,9 +85,8 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
     """
     kind = torch.device(device).type
     if kind == "cuda" and torch.cuda.is_available():
-        index = _index(device)
-        free = torch.cuda.mem_get_info(index)[0] - _FREE_ON_GPU_GB * GB
-        taken = torch.cuda.memory_reserved(index) + cuda_context_bytes(index)
+        free = torch.cuda.mem_get_info(_index(device))[0] - _FREE_ON_GPU_GB * GB
+        taken = torch.cuda.memory_reserved(_index(device)) + cuda_context_bytes(device)
     elif kind == "cpu":
         taken = process_memory().data_bytes
         free = (available_host_bytes() - _FREE_ON_HOST_GB * GB) / ranks_here - host_bytes
@@ -133,11 +132,9 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
             more already. The limit then does not change.
     """
     check_budget(budget_gb)
-    if isinstance(budget_gb, str):
-        raise ConfigError("enforce_budget needs a number of GB; auto_budget_gb measures one")
     kind = torch.device(device).type
     if kind == "cuda" and (budget_gb is not None or _replaced):
-        _limit_cuda(budget_gb, _index(device))
+        _limit_cuda(budget_gb, device)
     elif kind == "cpu" and sys.platform == "linux":
         _limit_process(budget_gb)
     elif budget_gb is not None:
@@ -155,9 +152,9 @@ def return_large_blocks() -> None:
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
-def cuda_context_bytes(device: Union[torch.device, int]) -> int:
+def cuda_context_bytes(device: Union[torch.device, str]) -> int:
     """GPU memory of the process without its tensors; an upper limit if others use the GPU."""
-    index = device if isinstance(device, int) else _index(str(device))
+    index = _index(device)
     free, total = torch.cuda.mem_get_info(index)
     taken = total - free - torch.cuda.memory_reserved(index)
     has_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
@@ -167,58 +164,51 @@ def cuda_context_bytes(device: Union[torch.device, int]) -> int:
     return min(taken - _others[index], int((_LARGEST_GROWN_GB + nccl_gb) * GB))
 
 
-def _index(device: str) -> int:
+def _index(device: Union[torch.device, str]) -> int:
     index = torch.device(device).index
     return torch.cuda.current_device() if index is None else index
 
 
-def _limit_cuda(budget_gb: Optional[float], device: int) -> None:
+def _limit_cuda(budget_gb: Optional[float], device: str) -> None:
+    index = _index(device)
     # PyTorch before 2.7 does not say what the share is; it is 1 unless somebody has set one.
-    now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
-    name = f"cuda:{device}"
+    now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(index)
     if budget_gb is None:
-        torch.cuda.set_per_process_memory_fraction(_replaced.pop(name, now), device)
+        torch.cuda.set_per_process_memory_fraction(_replaced.pop(f"cuda:{index}", now), index)
         return
-    limit_library_caches()
-    share = min(_share(budget_gb, device), _replaced.get(name, now))
-    _replaced.setdefault(name, now)
-    torch.cuda.set_per_process_memory_fraction(share, device)
-    if abs(share - now) > _SAME_SHARE:
-        logger.info(
-            "MEMFIT.BUDGET_GB %.4g on cuda:%d: PyTorch's allocator may take %.2f GB, and %.2f GB "
-            "are taken outside of it",
-            budget_gb,
-            device,
-            share * torch.cuda.mem_get_info(device)[1] / GB,
-            cuda_context_bytes(device) / GB,
-        )
-
-
-def _share(budget_gb: float, device: int) -> float:
-    """Share of the card's memory for tensors: the budget less the context."""
-    free, total = (n / GB for n in torch.cuda.mem_get_info(device))
+    free, total = (n / GB for n in torch.cuda.mem_get_info(index))
     if budget_gb > total:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} is more than the {total:.2f} GB of "
-            f"{torch.cuda.get_device_name(device)}. Name the card's size: --card 6GB for one that "
+            f"{torch.cuda.get_device_name(index)}. Name the card's size: --card 6GB for one that "
             "is sold with 6 GB"
         )
-    taken = total - free - torch.cuda.memory_reserved(device) / GB
     context = cuda_context_bytes(device) / GB
     if budget_gb <= context:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} does not hold the CUDA context, {context:.2f} GB. "
             "Give more"
         )
-    available = total - taken + context
+    available = free + torch.cuda.memory_reserved(index) / GB + context
     if available < budget_gb:
         logger.warning(
-            "MEMFIT.BUDGET_GB %g: other processes use the GPU, and only %.2f GB are left. "
-            "End them (nvidia-smi), or lower the budget",
+            "MEMFIT.BUDGET_GB %g: other processes use the GPU, and only %.2f GB are left. End them "
+            "(nvidia-smi), or lower the budget",
             budget_gb,
             available,
         )
-    return (budget_gb - context) / total
+    limit_library_caches()
+    share = min((budget_gb - context) / total, _replaced.setdefault(f"cuda:{index}", now))
+    torch.cuda.set_per_process_memory_fraction(share, index)
+    if abs(share - now) > _SAME_SHARE:
+        logger.info(
+            "MEMFIT.BUDGET_GB %.4g on cuda:%d: PyTorch's allocator may take %.2f GB, and %.2f GB "
+            "are taken outside of it",
+            budget_gb,
+            index,
+            share * total,
+            context,
+        )
 
 
 def _limit_process(budget_gb: Optional[float]) -> None:

@@ -92,21 +92,11 @@ class TensorMeter(TorchDispatchMode):
         for storage in _storages_of(tensors):
             self._watch(storage)
 
-    def _call(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
-    ) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
         """Run an operator; ``given`` are the tensors among its arguments."""
         return func(*args, **kwargs)
 
-    def _note(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        given: list[torch.Tensor],
-        made: list[torch.Tensor],
-    ) -> None:
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, given: Any, made: Any) -> None:
         """Note more about an operator, after its result is counted."""
 
     def _count(self, storage: torch.UntypedStorage) -> None:

@@ -131,40 +131,6 @@ def test_cross_entropies_end_in_one_operator(loss):
     assert (reduction, ignore_index, label_smoothing) == (1, -100, 0.0)
 
 
-def test_tensors_of_a_storage_share_its_id():
-    tensor = torch.zeros(4)
-    one = torch_private.storage_id(tensor.untyped_storage())
-    assert one == torch_private.storage_id(tensor[2:].untyped_storage())
-    assert one != torch_private.storage_id(torch.zeros(4).untyped_storage())
-
-
-def test_changes_in_place_are_counted():
-    tensor = torch.zeros(4)
-    before = torch_private.version_of(tensor)
-    tensor[:2].add_(1)
-    assert torch_private.version_of(tensor) == before + 1
-
-
-def test_a_wrapper_has_a_shape_and_no_memory():
-    class Wrapper(torch.Tensor):
-        __torch_function__ = torch_private.without_torch_function
-
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            raise NotImplementedError(func)
-
-    wrapper = torch_private.make_wrapper(Wrapper, (2, 3), dtype=torch.float16, device="cpu")
-    assert wrapper.shape == (2, 3)
-    assert wrapper.dtype == torch.float16
-
-
-def test_a_schema_says_what_an_operator_changes():
-    assert torch_private.schema(torch.ops.aten.add_.Tensor).is_mutable
-    arguments = torch_private.schema(torch.ops.aten.add.Tensor).arguments
-    assert [a.name for a in arguments] == ["self", "other", "alpha"]
-    assert arguments[0].alias_info is None
-
-
 def test_a_module_has_its_own_buffers_and_parameters():
     norm = nn.BatchNorm2d(3)
     assert set(torch_private.buffers_by_name(norm)) >= {"running_mean", "running_var"}

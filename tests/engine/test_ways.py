@@ -102,7 +102,7 @@ def by_command(folder, keys, resume):
 
 
 def by_lazy_config(folder, keys, resume):
-    file = folder / "config.py"
+    file = folder / f"config_{comm.get_rank()}.py"
     file.write_text(LAZY.replace("FOLDER", str(folder)))
     args = command.argument_parser().parse_args(["--config-file", str(file)])
     places = {"train.accumulation_steps": 2}

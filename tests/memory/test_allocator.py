@@ -40,12 +40,6 @@ def test_options_of_the_user_stay_by_a_name_that_pytorch_reads(monkeypatch, name
     assert segments_expand() is not is_read
 
 
-def test_of_two_names_the_first_counts(monkeypatch):
-    monkeypatch.setenv(NAMES[0], "max_split_size_mb:64")
-    monkeypatch.setenv(NAMES[1], "expandable_segments:True")
-    assert not segments_expand()
-
-
 @pytest.mark.usefixtures("cuda_has_started")
 def test_once_cuda_has_started_it_is_too_late():
     use_expandable_segments()

@@ -34,52 +34,18 @@ def test_without_limits_it_is_what_the_machine_has(cgroups):
 @pytest.mark.parametrize(
     ("own", "files"),
     [
-        ("0::/\n", {"memory.max": 3 * 2**20, "memory.current": 2**20}),  # a container with v2
         (
             "0::/system.slice/job.scope\n",
             {
                 "system.slice/memory.max": 3 * 2**20,
-                "system.slice/memory.current": 2**20,
+                "system.slice/memory.current": 2 * 2**20,
+                "system.slice/memory.stat": f"anon 7\ninactive_file {2**20}\nactive_file 9",
                 "system.slice/job.scope/memory.max": "max",
                 "system.slice/job.scope/memory.current": 2**10,
             },
         ),
-        (
-            "5:cpu:/a\n4:memory:/slurm/job_7\n0::/\n",
-            {
-                "memory/slurm/job_7/memory.limit_in_bytes": 3 * 2**20,
-                "memory/slurm/job_7/memory.usage_in_bytes": 2**20,
-                "memory/memory.limit_in_bytes": 2**62,
-                "memory/memory.usage_in_bytes": 2**30,
-            },
-        ),
-        (  # in a container, whose path is that of the host
-            "4:memory:/docker/1f2e\n",
-            {
-                "memory/memory.limit_in_bytes": 3 * 2**20,
-                "memory/memory.usage_in_bytes": 2**20,
-            },
-        ),
-    ],
-)
-def test_the_smallest_rest_of_all_limits_counts(cgroups, own, files):
-    cgroups(own, files)
-    assert available_host_bytes() == 2 * 2**20
-
-
-@pytest.mark.parametrize(
-    ("own", "files"),
-    [
-        (
-            "0::/\n",
-            {
-                "memory.max": 3 * 2**20,
-                "memory.current": 2 * 2**20,
-                "memory.stat": f"anon 7\ninactive_file {2**20}\nactive_file 9",
-            },
-        ),
-        (
-            "4:memory:/\n",
+        (  # in a container with v1, whose path is that of the host
+            "5:cpu:/a\n4:memory:/docker/1f2e\n",
             {
                 "memory/memory.limit_in_bytes": 3 * 2**20,
                 "memory/memory.usage_in_bytes": 2 * 2**20,
@@ -88,7 +54,7 @@ def test_the_smallest_rest_of_all_limits_counts(cgroups, own, files):
         ),
     ],
 )
-def test_files_that_are_kept_in_ram_give_way(cgroups, own, files):
+def test_the_smallest_rest_of_all_limits_counts_without_cached_files(cgroups, own, files):
     cgroups(own, files)
     assert available_host_bytes() == 2 * 2**20
 
@@ -96,8 +62,3 @@ def test_files_that_are_kept_in_ram_give_way(cgroups, own, files):
 def test_more_in_use_than_the_limit_leaves_nothing(cgroups):
     cgroups("0::/\n", {"memory.max": 5, "memory.current": 7})
     assert available_host_bytes() == 0
-
-
-def test_a_system_without_cgroups_has_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(readings, "_OWN_CGROUPS", tmp_path / "none")
-    assert available_host_bytes() > GB / 10

@@ -22,15 +22,11 @@ OUT_OF_MEMORY = [
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
     RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
-    RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp:838"),
-    RuntimeError("NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() INTERNAL ASSERT FAILED"),
-    RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("HIP out of memory. Tried to allocate 1.17 GiB."),
     RuntimeError("MPS backend out of memory (MPS allocated: 17.06 GB)."),
@@ -38,7 +34,6 @@ OUT_OF_MEMORY = [
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
         "you tried to allocate 29491200 bytes. Error code 12 (Cannot allocate memory)"
     ),
-    RuntimeError("[enforce fail at CPUAllocator.cpp] data. DefaultCPUAllocator: not enough memory"),
 ]
 OTHERS = [
     RuntimeError("The size of tensor a (4) must match the size of tensor b (3)"),
@@ -136,16 +131,3 @@ def test_a_backward_that_failed_keeps_nothing():
             release_memory(torch.device("cpu"))
             assert meter.live_bytes == 0
     assert max(held) > 0  # so there was something to release
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
-def test_memory_that_runs_out_within_torchscript_is_known():
-    @torch.jit.script
-    def repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-        return (x + 1).expand(times, -1).clone()
-
-    with pytest.raises(RuntimeError, match="TorchScript") as real:
-        repeated(torch.ones(3), 2**50)
-    assert is_out_of_memory(real.value)
-    with pytest.raises(torch.OutOfMemoryError, match="injected"), Injector([2]):
-        repeated(torch.ones(3), 2)

@@ -2,7 +2,6 @@
 """Records of runs on disk: whole, torn, foreign, or missing."""
 
 import json
-import os
 from dataclasses import asdict
 
 import pytest
@@ -37,19 +36,12 @@ def test_a_written_record_is_read_again(tmp_path):
     "text",
     [
         "",
-        "{",
-        "[]",
-        "null",
         "{}",
         json.dumps(asdict(RECORD))[:-40],
         json.dumps({**asdict(RECORD), "of_a_later_version": 1}),
         json.dumps({**asdict(RECORD), "allocated_bytes": "1"}),
-        json.dumps({**asdict(RECORD), "allocated_bytes": True}),
         json.dumps({**asdict(RECORD), "allocated_bytes": -1}),
-        json.dumps({**asdict(RECORD), "outside_bytes": 1e300}),
         json.dumps({**asdict(RECORD), "micro_batch": [1, 2]}),
-        json.dumps({**asdict(RECORD), "micro_batch": [1, 2, 3, None]}),
-        json.dumps({**asdict(RECORD), "settings": []}),
         "[" * 100_000,
         "\udcff".encode(errors="surrogateescape"),
     ],
@@ -61,14 +53,6 @@ def test_what_is_no_record_is_an_error(text, tmp_path):
         RunRecord.read(tmp_path)
 
 
-def test_no_file_a_folder_and_a_pipe_have_no_record(tmp_path, alarm):
-    with pytest.raises(DataError):
-        RunRecord.read(tmp_path / "missing")
-    file = tmp_path / "memfit_peaks.json"
-    file.mkdir()
-    with pytest.raises(DataError):
-        RunRecord.read(tmp_path)
-    file.rmdir()
-    os.mkfifo(file)
+def test_a_folder_without_a_record_is_an_error(tmp_path):
     with pytest.raises(DataError):
         RunRecord.read(tmp_path)
