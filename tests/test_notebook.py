@@ -47,7 +47,7 @@ def test_it_runs(monkeypatch):
     assert "iter: 59 " in trained
     assert "It ended with status 1." in broken
     assert "memory" in broken
-    assert "iter: 3 " in survived
+    assert "Memory until iteration 3: " in survived
     assert "32 images: the micro-batch is halved to 16" in events
     assert "MB  parameters" in owners
     assert "16 images, " in found

@@ -315,6 +315,7 @@ def _check_made(made: SimpleTrainer, options: Mapping[str, Any]) -> None:
         for name, given, asked, default in (
             ("accumulation_steps", made.accumulation_steps, steps, 1),
             ("precision", made.precision.dtype, dtype, torch.float32),
+            ("recovery", made.recovery is not None, options["recovery"] is not None, False),
         ):
             if given not in (asked, default):
                 raise ConfigError(

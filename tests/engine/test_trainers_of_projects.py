@@ -26,6 +26,7 @@ from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, MemfitTrainer, fit_
 from d2_memfit.engine import GatherStates, MemoryMonitor, SaveOnEnding, build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import process_memory
+from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 
@@ -85,11 +86,12 @@ def test_an_inner_trainer_that_cannot_accumulate_is_an_error(tmp_path):
     ("options", "text"),
     [
         ({"accumulation_steps": 4}, "with accumulation_steps 4, and the config asks for 2"),
+        ({"recovery": RecoveryOptions()}, "with recovery True, and the config asks for False"),
         ({"precision": "bf16"}, r"with precision torch\.bfloat16, and the config asks for"),
     ],
 )
 def test_options_that_contradict_the_config_are_an_error(options, text, tmp_path):
-    trainer, parts = trainer_and_parts(tmp_path, **ACCUMULATION)
+    trainer, parts = trainer_and_parts(tmp_path, **{"SOLVER.ACCUMULATION_STEPS": 2})
     with pytest.raises(ConfigError, match=f"{text}.*leave {next(iter(options))} out there"):
         trainer._trainer = AccumulatingTrainer(*parts, **options)
     trainer._trainer = AccumulatingTrainer(*parts)
