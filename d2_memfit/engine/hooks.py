@@ -197,7 +197,7 @@ class LeakDetector(MemoryHook):
         self._used: dict[str, list[float]] = {}  # MB by kind, after each iteration of this window
         self._largest = 0  # numbers in the largest tensor of a batch
         self._said: set[str] = set()
-        self._tensors: Counter[str] = Counter()  # bytes by kind, when the window began
+        self._tensors: Counter[Any] = Counter()  # when the window began
 
     def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Restart the window if images are larger than before, as they may need more memory."""
@@ -210,7 +210,7 @@ class LeakDetector(MemoryHook):
         if self.trainer.iter - self.trainer.start_iter < self._skip:
             return
         if not self._used:
-            self._tensors = memory.bytes_by_kind()
+            self._tensors = self._live_tensors()
         for kind, used in self._measure().items():
             self._used.setdefault(kind, []).append(used)
         if len(next(iter(self._used.values()))) == self._window:
@@ -224,6 +224,9 @@ class LeakDetector(MemoryHook):
         used["memory of the data loader's workers"] = of_workers / MB
         return used
 
+    def _live_tensors(self) -> Counter[tuple[str, str]]:
+        return memory.live_tensors(self._model, self._inner.optimizer)
+
     def _warn(self) -> None:
         for kind, used in self._used.items():
             least = self._window * _LEAST_MB
@@ -234,14 +237,14 @@ class LeakDetector(MemoryHook):
             if growth < least:
                 continue
             self._said.add(kind)
-            tensors = (memory.bytes_by_kind() - self._tensors).most_common(3)
+            tensors = (self._live_tensors() - self._tensors).most_common(3)
             logger.warning(
                 "The %s grows by %.1f MB per 1000 iterations, over the last %d. Growing tensors: "
                 "%s. What keeps them, or other objects, from iteration to iteration?",
                 kind,
                 growth * 1000 / self._window,
                 self._window,
-                ", ".join(f"{name} ({size / MB:.1f} MB)" for name, size in tensors) or "none",
+                ", ".join(f"{name} ({size / MB:.1f} MB)" for (_, name), size in tensors) or "none",
             )
 
 
@@ -303,14 +306,19 @@ class MemorySnapshot(MemoryHook):
             return
         self._num_written += 1
         total = memory.used_bytes(self._device)
-        owners, tensors = memory.live_tensors(self._model, self._inner.optimizer, self._device)
-        owners["other"] = max(total - sum(owners.values()), 0)
+        sizes = memory.live_tensors(self._model, self._inner.optimizer, self._device)
+        owners = Counter({"other": max(total - sum(sizes.values()), 0)})
+        for (owner, _), size in sizes.items():
+            owners[owner] += size
         snapshot = {
             "iteration": self.trainer.iter,
             "device": str(self._device),
             "total_bytes": total,
             "owners": dict((+owners).most_common()),
-            "tensors": tensors[:_MOST_TENSORS],
+            "tensors": [
+                {"owner": owner, "kind": kind, "bytes": size}
+                for (owner, kind), size in sizes.most_common(_MOST_TENSORS)
+            ],
         }
         path = os.path.join(self._output_dir, f"memfit_oom_{self._num_written}")
         PathManager.mkdirs(self._output_dir)

@@ -5,6 +5,5 @@ from .allocator import *
 from .budget import *
 from .meter import *
 from .oom import *
-from .owners import *
 from .readings import *
 from .run_record import *

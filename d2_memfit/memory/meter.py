@@ -1,27 +1,26 @@
 # Copyright (c) the d2_memfit developers.
-"""A meter of the memory in use by tensors, byte by byte."""
+"""Meters of the memory in use by tensors, byte by byte, and their owners."""
 
+import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Optional, TypeVar
 
 import torch
+from torch import nn
 
-from ..compat.pytorch import TorchDispatchMode, storage_id
+from ..compat.pytorch import TorchDispatchMode, is_in_backward, storage_id
 
-__all__ = [
-    "TensorMeter",
-    "have_operators",
-    "is_on_host",
-    "on_host",
-    "storages",
-    "tensors_in",
-]
+__all__ = ["OwnerMeter", "TensorMeter", "have_operators", "is_on_host", "live_tensors", "on_host"]
+__all__ += ["optimizer_states", "storages", "tensors_in"]
 
+_Meter = TypeVar("_Meter", bound="OwnerMeter")
 
+_MODEL = "activations: model"  # made by the model's own code, between its modules
 _on_host = ContextVar("_on_host", default=False)
 _plain = torch.Tensor.__torch_dispatch__
 
@@ -127,6 +126,118 @@ def _gone(meter_ref: "weakref.ref[TensorMeter]", address: int, _: Any) -> None:
             meter._uncount(address)
 
 
+class OwnerMeter(TensorMeter):
+    """A :class:`TensorMeter` for the model's device that knows the owner of each tensor.
+
+    Tensors of the model, its gradients, the optimizer, and others that Python knows at the start
+    count, too.
+
+    Owners are "parameters", "buffers", "gradients", "optimizer", and these:
+
+    - "inputs": made by the model from its batch before it calls a module;
+    - "activations: " and a top-level module of the model, or a stage of the backbone;
+    - "backward": needed only by the backward;
+    - "other": made outside of the model.
+
+    Args:
+        model: without DDP around it.
+        optimizer: the model's optimizer.
+
+    Attributes:
+        live: bytes alive now, by owner.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optional[torch.optim.Optimizer] = None) -> None:
+        super().__init__()
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._optimizer = optimizer
+        self._owners: dict[int, str] = {}  # by the address of a storage
+        self._running: list[str] = []  # owners of the forwards that are running, the innermost last
+        self._hooks: list[Any] = []
+
+    def __enter__(self: _Meter) -> _Meter:
+        for name, module in self._model.named_modules():
+            self._hooks += [
+                module.register_forward_pre_hook(lambda *_, n=name: self._enter_module(n)),
+                module.register_forward_hook(lambda *_: self._leave_module(), always_call=True),
+            ]
+        for parameter in self._model.parameters():
+            self.own("parameters", parameter)
+            self.own("gradients", parameter.grad)
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(
+                    lambda p: self.own("gradients", p.grad)
+                )
+                self._hooks.append(hook)
+        self.own("buffers", list(self._model.buffers()))
+        if self._optimizer is not None:
+            self._own_states(self._optimizer)
+            self._hooks.append(self._optimizer.register_step_post_hook(self._own_states))
+        self._own_others()
+        return super().__enter__()
+
+    def _own_others(self) -> None:
+        for tensor in _dense_tensors():  # such as another copy of the model
+            if storage_id(tensor.untyped_storage()) not in self._owners:
+                self.own("other", tensor)
+
+    def __exit__(self, *error: Any) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._running.clear()
+        super().__exit__(*error)
+
+    def _enter_module(self, name: str) -> None:
+        if not name:
+            self._running.append("inputs")
+            return
+        if self._running == ["inputs"]:
+            self._running = [_MODEL]
+        parts = name.split(".")
+        is_stage = parts[0] == "backbone" and parts[1:] and parts[1].startswith("res")
+        depth = 3 if parts[:2] == ["backbone", "bottom_up"] else 2 if is_stage else 1
+        self._running.append("activations: " + ".".join(parts[:depth]))
+
+    def _leave_module(self) -> None:
+        if self._running:
+            self._running.pop()
+
+    def _own_states(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.own("optimizer", optimizer_states(optimizer))
+
+    def own(self, owner: str, tensors: Any) -> None:
+        """Assign tensors to an owner, whatever made them."""
+        for storage in storages(tensors):
+            self._count(storage)
+            if storage_id(storage) in self._owners:
+                self._move(storage_id(storage), owner)
+
+    @property
+    def live(self) -> Counter[str]:
+        live: Counter[str] = Counter()
+        for address, owner in self._owners.items():
+            live[owner] += self._counted[address]
+        return live
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == self._device.type:
+            self._owners.setdefault(storage_id(storage), self._current_owner())
+            super()._count(storage)
+
+    def _uncount(self, address: int) -> None:
+        super()._uncount(address)
+        del self._owners[address]
+
+    def _move(self, address: int, owner: str) -> None:
+        self._owners[address] = owner
+
+    def _current_owner(self) -> str:
+        if self._running:
+            return self._running[-1]
+        return "backward" if is_in_backward() else "other"
+
+
 def have_operators(types: Iterable[type]) -> bool:
     """Whether one of these tensor classes has its own operators, in Python."""
     return any(getattr(t, "__torch_dispatch__", _plain) is not _plain for t in types)
@@ -156,3 +267,41 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
+
+
+def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """An optimizer's states; only this rank's, if they are sharded."""
+    return list(getattr(optimizer, "optim", optimizer).state.values())
+
+
+def live_tensors(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: Optional[torch.device] = None
+) -> Counter[tuple[str, str]]:
+    """Bytes of all tensors that Python knows, by owner and kind.
+
+    Owners are "parameters", "gradients", "buffers", "optimizer", and "tensors" for all others. A
+    kind is such as "float32 [256, 100] on cpu".
+
+    Args:
+        device: only tensors of this device; None for all.
+    """
+    owned: dict[str, list[Any]] = {
+        "parameters": list(model.parameters()),
+        "gradients": [p.grad for p in model.parameters()],
+        "buffers": list(model.buffers()),
+        "optimizer": optimizer_states(optimizer),
+    }
+    owner_of = {storage_id(s): owner for owner in owned for s in storages(owned[owner])}
+    sizes: Counter[tuple[str, str]] = Counter()
+    for tensor in (t for t in _dense_tensors() if device in (None, t.device)):
+        storage, dtype = tensor.untyped_storage(), str(tensor.dtype).replace("torch.", "")
+        owner = owner_of.get(storage_id(storage), "tensors")
+        sizes[owner, f"{dtype} {list(tensor.shape)} on {tensor.device}"] += storage.nbytes()
+    return sizes
+
+
+def _dense_tensors() -> list[torch.Tensor]:
+    """A tensor for each storage that Python knows; sparse tensors have none."""
+    objects = (obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor))
+    dense = (tensor for tensor in objects if tensor.layout == torch.strided)
+    return list({storage_id(tensor.untyped_storage()): tensor for tensor in dense}.values())
