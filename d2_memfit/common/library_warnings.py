@@ -22,6 +22,8 @@ def ignore_warnings_of_libraries() -> None:
     warnings.filterwarnings("ignore", "torch.meshgrid", UserWarning)
     warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # Pillow refuses twice as many
     warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
+    # Of AMPTrainer on a CPU, whose scaler is replaced
+    warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled", UserWarning)
     # "No CUDA runtime is found", though nothing is compiled
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # From is_fx_tracing, which Detectron2 main imports
