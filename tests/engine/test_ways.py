@@ -275,6 +275,17 @@ def test_a_signal_to_one_rank_ends_both(way, coins, tmp_path, two_ranks):
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000002.pth"
 
 
+def resume_in_two_folders(rank, way, folder, coins):
+    known(coins)
+    assert error_of(way, folder / "one", {}) == ""
+    return error_of(way, folder / ("one" if rank == 0 else "other"), {"SOLVER.MAX_ITER": 4}, True)
+
+
+def test_ranks_that_would_go_on_from_different_iterations_are_told(way, coins, tmp_path, two_ranks):
+    for error in two_ranks.run(resume_in_two_folders, way, tmp_path, coins):
+        assert error.startswith("the ranks would go on from different iterations, [2, 0]: OUTPUT")
+
+
 def train_in_a_folder_in_use(rank, way, folder, coins):
     known(coins)
     lock = FolderLock(str(folder)) if rank == 1 else None  # the first rank is another process
