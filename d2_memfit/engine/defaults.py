@@ -148,7 +148,7 @@ class MemfitMixin(_Trainer):
         self._job_run = run = Run(Job.from_trainer(type(self), cfg))
         for part in ("model", "optimizer", "loader"):
             name = "build_train_loader" if part == "loader" else f"build_{part}"
-            vars(self)[name] = self._noting_random_state(run.building(part, getattr(self, name)))
+            self.__dict__[name] = self._noting_random_state(run.building(part, getattr(self, name)))
         return run.cfg
 
     def _noting_random_state(self, build: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ class MemfitMixin(_Trainer):
     @property
     def _trainer(self) -> Any:
         try:
-            return vars(self)["_trainer"]
+            return self.__dict__["_trainer"]
         except KeyError:
             raise AttributeError(f"{type(self).__name__} has no _trainer yet") from None
 
@@ -181,7 +181,7 @@ class MemfitMixin(_Trainer):
                 "self._trainer.loss_fn = FUNCTION"
             )
         self._give_options(trainer, made)
-        vars(self)["_trainer"] = trainer
+        self.__dict__["_trainer"] = trainer
 
     def _give_options(self, trainer: AccumulatingTrainer, made: SimpleTrainer) -> None:
         """Initialise a trainer as another was made, with the options of the config."""
@@ -195,7 +195,7 @@ class MemfitMixin(_Trainer):
         AccumulatingTrainer.__init__(
             trainer, made.model, made.data_loader, made.optimizer, **options, **given
         )
-        vars(trainer).update(base)
+        trainer.__dict__.update(base)
         if scaler is not None and scaler.is_enabled() and trainer.precision.scaler is not None:
             trainer.precision.scaler = scaler
         trainer.run = self._job_run
