@@ -292,6 +292,11 @@ class Counts:
             totals = self._totals(window, forward, own)
             self._answers = self._new_answers(on_other, self.report, *totals, self._ranks)
 
+    def prepare_again(self, window: Window, forward: Callable[..., Any]) -> None:
+        """:meth:`prepare` a window that was one piece, and is cut now."""
+        if self.is_one_piece:
+            self.prepare(window, forward)
+
     def around(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[Any]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward."""
         return self._answers.around(micro_batch, replays) if self._answers else nullcontext()

@@ -235,7 +235,7 @@ class Recovery:
         self.learned = cutter.state_dict()
         self.oom_log = OomLog(options, model, mixed_precision)
         self.weights = weights_that_may_change(model)
-        self.knows_weights = not self.weights
+        self._knows_weights = not self.weights
         self.totals = RecoveryReport()
 
     @property
@@ -246,16 +246,11 @@ class Recovery:
     def skipped_images(self) -> int:
         return self.totals.skipped_images
 
-    def end_window(self, window: Window, report: RecoveryReport) -> None:
-        """Complete the report of a window, and let the micro-batch grow after a while."""
-        report.seen_images = window.num_images + report.skipped_images
-        report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
-        if self.cutter.end_iteration(clean=not report.oom_events):
-            logger.info(
-                "Iteration %d: memory was enough for a while, the micro-batch grows to %s",
-                get_event_storage().iter,
-                self.cutter.images or "the loader's batch",
-            )
+    def learn_weights(self, start: Snapshot) -> None:
+        """Note, once a forward has ended, which of the weights it has changed."""
+        if not self._knows_weights:
+            self.weights = start.changed_weights()
+            self._knows_weights = True
 
     def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
         """Count the events of all ranks, and log them.
@@ -346,18 +341,27 @@ class WindowRetries(Retries):
 
     def snapshot(self) -> Snapshot:
         self._entries = self._storage.num_entries()
-        is_first = len(self._window.micro_batches) == 1
-        return self._start if is_first else Snapshot(self.model, self._recovery.weights)
+        if len(self._window.micro_batches) == 1:
+            return self._start
+        self._recovery.learn_weights(self._start)
+        return Snapshot(self.model, self._recovery.weights)
 
     def around(self, piece: MicroBatch) -> AbstractContextManager[Any]:
         hard = self._hard.get(id(piece.image))
         return _low_memory(self.model) if hard and hard.failures > 1 else nullcontext()
 
-    def end_forward(self) -> None:
-        """Note, after the first forward, which weights it has changed."""
-        if not self._recovery.knows_weights:
-            self._recovery.weights = self._start.changed_weights()
-            self._recovery.knows_weights = True
+    def end_window(self) -> None:
+        """Complete the report of a window, and let the micro-batch grow after a while."""
+        recovery, report, window = self._recovery, self.report, self._window
+        recovery.learn_weights(self._start)
+        report.seen_images = window.num_images + report.skipped_images
+        report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
+        if recovery.cutter.end_iteration(clean=not report.oom_events):
+            logger.info(
+                "Iteration %d: memory was enough for a while, the micro-batch grows to %s",
+                get_event_storage().iter,
+                recovery.cutter.images or "the loader's batch",
+            )
 
     def describe(self, error: Exception, piece: MicroBatch) -> Any:
         return self._recovery.oom_log.event(error, piece.phase, piece.data)

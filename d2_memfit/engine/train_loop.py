@@ -20,7 +20,6 @@ from ..common.random_state import RandomState
 from ..common.snapshot import Snapshot
 from ..errors import ConfigError, OutOfMemoryError
 from ..job import LossFn, losses_of
-from ..memory import with_room
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .counts import Counts
 from .ending import worker_deaths_wait
@@ -155,6 +154,18 @@ class AccumulatingTrainer(ResumableTrainer):
             logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
             self.done = self.iter
 
+    def _step(self, window: Window, reports: list[RankReport]) -> None:
+        """Write the metrics, clip, and change the weights."""
+        compat.after_backward(self)
+        if (self.iter + 1) % self.gather_metric_period == 0:
+            write_metrics(reports)
+        with self._explained("optimizer", window):
+            self._clip()
+            with worker_deaths_wait():
+                self.undo = None
+                self.precision.step(self.optimizer, self.iter)
+                self.done = self.iter
+
     def accumulate(self, batch: Any) -> dict[str, float]:
         """Compute a batch's gradients, for your own loop that clips and steps.
 
@@ -174,7 +185,7 @@ class AccumulatingTrainer(ResumableTrainer):
         with self._explained("start", window):
             start = self._start()
         if self._reduces_in_backward:  # as in Detectron2
-            self._run_micro_batches(window)
+            run_all(window.take, partial(self._run_micro_batch, weight=1.0))
             reports = self._vote(window, RankReport())
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
@@ -197,25 +208,13 @@ class AccumulatingTrainer(ResumableTrainer):
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
         bare, weights = compat.without_ddp(self.model), self.recovery and self.recovery.weights
-        device = next(bare.parameters()).device
+        start: Any
         if self._reduces_in_backward:
-            start: Any = RandomState(device)
+            start = RandomState(next(bare.parameters()).device)
         else:
-            start = with_room(lambda: Snapshot(bare, weights or ()), device)
+            start = Snapshot(bare, weights or ())
         self.undo = start.restore
         return start
-
-    def _step(self, window: Window, reports: list[RankReport]) -> None:
-        """Write the metrics, clip, and change the weights."""
-        compat.after_backward(self)
-        if (self.iter + 1) % self.gather_metric_period == 0:
-            write_metrics(reports)
-        with self._explained("optimizer", window):
-            self._clip()
-            with worker_deaths_wait():
-                self.undo = None
-                self.precision.step(self.optimizer, self.iter)
-                self.done = self.iter
 
     def _attempt(self, window: Window, storage: WindowStorage, start: Snapshot) -> RankReport:
         """Accumulate a window's gradients on this rank, and report how that went."""
@@ -223,52 +222,41 @@ class AccumulatingTrainer(ResumableTrainer):
         if self.recovery is not None:
             bare = compat.without_ddp(self.model)
             retries = WindowRetries(self.recovery, bare, window, storage, start)
+        report = RankReport(recovery=retries and retries.report)
+
+        def take() -> Optional[MicroBatch]:
+            if report.recovery and report.recovery.oom_events and not window.micro_batches:
+                self.counts.prepare_again(window, self._forward)
+            return self.cutter.take(window)
+
+        def run(micro_batch: MicroBatch) -> None:
+            storage.next_micro_batch(micro_batch.num_images)
+            self._run_micro_batch(micro_batch, micro_batch.num_images / window.expected_images)
+            if retries is None:
+                micro_batch.keep_names_only()
+
         try:
             with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
                     window.load_all()  # a second run must not draw random numbers again
                 self.counts.prepare(window, self._forward)
-                self._run_micro_batches(window, storage, retries)
+                run_all(take, run, retries)
                 self._free_old_gradients()  # if all images were skipped
-                if retries is None:
-                    return RankReport()
-                self.recovery.end_window(window, retries.report)
-                return RankReport(recovery=retries.report)
+                if retries is not None:
+                    retries.end_window()
         except OutOfMemoryError as e:
             self.model.zero_grad(set_to_none=True)
             if self.counts.communicates:  # the other ranks wait in a forward
                 raise
-            return RankReport(error=str(e))
+            report.error = str(e)
         except ConfigError as e:
-            return RankReport(refused=str(e))
+            report.refused = str(e)
+        return report
 
-    def _run_micro_batches(
-        self,
-        window: Window,
-        storage: Optional[WindowStorage] = None,
-        retries: Optional[WindowRetries] = None,
-    ) -> None:
-        """Run a window's micro-batches one after another, each weighted by its images."""
-
-        def take() -> Optional[MicroBatch]:
-            has_failed = retries is not None and retries.report.oom_events > 0
-            if has_failed and not window.micro_batches and self.counts.is_one_piece:
-                # It was one piece, which needs no counts, and is cut now.
-                self.counts.prepare(window, self._forward)
-            return self.cutter.take(window)
-
-        def run(micro_batch: MicroBatch) -> None:
-            if storage is not None:
-                storage.next_micro_batch(micro_batch.num_images)
-            loss = self._forward(micro_batch)
-            if retries is not None:
-                retries.end_forward()
-            with self.counts.around(micro_batch, replays=True):
-                self._backward(loss, self._weight(micro_batch, window))
-            if storage is not None and retries is None:
-                micro_batch.keep_names_only()
-
-        run_all(take, run, retries)
+    def _run_micro_batch(self, micro_batch: MicroBatch, weight: float) -> None:
+        loss = self._forward(micro_batch)
+        with self.counts.around(micro_batch, replays=True):
+            self._backward(loss, weight)
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
@@ -281,11 +269,6 @@ class AccumulatingTrainer(ResumableTrainer):
     def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
         with self.precision.autocast():
             return losses_of(model, batch, self.loss_fn)
-
-    def _weight(self, micro_batch: MicroBatch, window: Window) -> float:
-        if self._reduces_in_backward:
-            return 1.0
-        return micro_batch.num_images / window.expected_images
 
     def _backward(self, loss: torch.Tensor, weight: float) -> None:
         """Add the gradients of ``weight x loss`` to the window's."""
