@@ -5,11 +5,11 @@ import copy
 import multiprocessing
 import pickle
 import signal
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
+from multiprocessing.util import Finalize
 from typing import Any, Callable, Optional
 
 import torch
@@ -214,7 +214,7 @@ class _Received(Iterator[Any]):
         self.source = iter(self._loader)
         # Garbage collection takes the queues of an iterator in a cycle first: each of its workers
         # is then waited for, 5 s. So a trainer's cycles do not have it.
-        weakref.finalize(self, _end_workers, self.source)
+        Finalize(self, _end_workers, [self.source], exitpriority=0)  # also at a rank's exit
 
     def __next__(self) -> Any:
         if self.source is None:

@@ -290,7 +290,8 @@ class SaveOnEnding(HookBase):
         inner.done = self.trainer.iter
         number = inner.agreed_stop_signal
         self._tells = number is not None
-        if number is None:  # a project's run_step took no vote
+        is_last = self.trainer.iter + 1 == self.trainer.max_iter  # signals may have come since
+        if number is None or is_last:  # or a project's run_step took no vote
             number = max(comm.all_gather(inner.stop_signal))
         elif comm.get_world_size() == 1:
             number = inner.stop_signal

@@ -223,15 +223,6 @@ class FailsOnce:
         return image
 
 
-def test_workers_end_with_the_batches():
-    before = set(multiprocessing.active_children())
-    batches = ResumableBatches(loader_of(num_workers=2))
-    next(batches)
-    assert len(set(multiprocessing.active_children()) - before) == 2
-    del batches
-    assert set(multiprocessing.active_children()) == before
-
-
 def test_workers_end_at_once_with_batches_in_a_cycle(monkeypatch):
     """As those of a trainer, whose hooks know it. PyTorch then waits 5 s for each worker."""
     waited_for = []
