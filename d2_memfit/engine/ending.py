@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _NAMES = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+_OF_WORKERS = [signal.SIGCHLD] if hasattr(signal, "SIGCHLD") else []
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def worker_deaths_wait() -> AbstractContextManager[None]:
     """While open, PyTorch's handler does not raise an error for a worker that dies: the loader will
     say so. A step, or the last save, is done as a whole.
     """
-    return handled([signal.SIGCHLD], lambda *_: None)
+    return handled(_OF_WORKERS, lambda *_: None)
 
 
 @contextmanager
@@ -165,7 +166,7 @@ def _endings(trainer: TrainerBase) -> list["SaveOnEnding"]:
 
 def _end(trainer: TrainerBase) -> None:
     for hook in _endings(trainer):
-        hook.end()
+        hook.after_train()
 
 
 @contextmanager
@@ -271,12 +272,9 @@ class SaveOnEnding(HookBase):
 
     def before_step(self) -> None:
         self._inner.agreed_stop_signal = None
-        self._inner.undo = self._no_change if self._tells else None
+        self._inner.undo = (lambda: None) if self._tells else None  # nothing is changed yet
         self._undo_data = self._inner.run_state.undo_point()
         self._began = self.trainer.iter
-
-    def _no_change(self) -> None:
-        """Undo an iteration that has changed nothing yet."""
 
     def _is_half_done(self) -> bool:
         return bool(self._began == self.trainer.iter > self._inner.done)
@@ -299,14 +297,11 @@ class SaveOnEnding(HookBase):
             inner.stop_signal, self._has_agreed = number, True
             raise SystemExit(128 + number)
 
-    def after_train(self) -> None:
-        self.end()
-
     def is_failing(self) -> bool:
         """Whether an error is ending the run."""
         return self._is_training and sys.exc_info()[1] not in (None, self._other_error)
 
-    def end(self) -> None:
+    def after_train(self) -> None:
         """Save what is not saved yet, and take the handlers back. Call it in an ``except`` or
         ``finally`` if a loop does not call ``after_train`` after an error.
 
