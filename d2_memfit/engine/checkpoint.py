@@ -59,7 +59,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         original = type(made)
         bases = (cls,) if original is DetectionCheckpointer else (cls, original)
         checkpointer: MemfitCheckpointer = object.__new__(type(original.__name__, bases, {}))
-        vars(checkpointer).update(vars(made), path_manager=_WholeFiles(made.path_manager))
+        checkpointer.__dict__.update(vars(made), path_manager=_WholeFiles(made.path_manager))
         return checkpointer
 
     def save(self, name: str, **kwargs: Any) -> None:

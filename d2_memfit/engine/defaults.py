@@ -170,10 +170,9 @@ class MemfitMixin(_Trainer):
 
     @checkpointer.setter
     def checkpointer(self, made: Any) -> None:
-        is_plain = isinstance(made, DetectionCheckpointer) and not isinstance(
-            made, MemfitCheckpointer
-        )
-        vars(self)["checkpointer"] = MemfitCheckpointer.like(made) if is_plain else made
+        if isinstance(made, DetectionCheckpointer) and not isinstance(made, MemfitCheckpointer):
+            made = MemfitCheckpointer.like(made)
+        self.__dict__["checkpointer"] = made
 
     @property
     def _inner(self) -> Any:

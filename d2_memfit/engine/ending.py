@@ -26,6 +26,7 @@ from ..compat.pytorch import end_with_parent
 from ..errors import START_HERE, MemfitError, RankError, one_line
 from ..memory import is_killed_worker, is_lost_rank, is_out_of_memory
 from ..techniques import ShardedOptimizer
+from .checkpoint import MemfitCheckpointer
 from .window import host_memory_error
 
 logger = logging.getLogger(__name__)
@@ -254,7 +255,11 @@ class SaveOnEnding(HookBase):
             saves = any(isinstance(h, PeriodicCheckpointer) for h in compat.hooks_of(self.trainer))
             with compat.at_iteration(self.trainer, last):  # the run is not complete
                 self._inner.gather_states()
-                if saves and hasattr(own, "has") and not own.has("model_final", last):
+                if (
+                    saves
+                    and isinstance(own, MemfitCheckpointer)
+                    and not own.has("model_final", last)
+                ):
                     own.save("model_final", iteration=last)
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
@@ -315,7 +320,8 @@ class SaveOnEnding(HookBase):
         finally:
             if not self._is_training:
                 self._undo.close()
-                getattr(self._checkpointer, "end_run", lambda: None)()
+                if isinstance(self._checkpointer, MemfitCheckpointer):
+                    self._checkpointer.end_run()
                 # After a failure in the last iteration, EvalHook would evaluate as after a finished
                 # run, while other ranks wait elsewhere.
                 if has_failed:
