@@ -242,6 +242,7 @@ class SaveOnEnding(HookBase):
         self._inner.done = self.trainer.start_iter - 1
         self._is_training, self._is_interrupted, self._has_agreed = True, False, False
         self._began, self._tells = -1, False  # a project's own run_step may not tell its progress
+        self._pid = os.getpid()
         self._other_error = sys.exc_info()[1]  # handled outside, while this run trains
         if self._stops_on_signals:
             self._undo.enter_context(handled(free_signals(), self._note))
@@ -264,6 +265,8 @@ class SaveOnEnding(HookBase):
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         """Let the run end after this iteration, or at once in an evaluation."""
+        if os.getpid() != self._pid:  # a worker of another loader, which was forked since
+            return
         if number == signal.SIGINT and self._is_training and not self._is_stepping():
             if self._is_interrupted:
                 raise KeyboardInterrupt
