@@ -30,8 +30,7 @@ from omegaconf import DictConfig
 
 from ..compat import create_ddp_model
 from ..config import find_config_file
-from ..engine import build_trainer, evaluating, usable_device, world_size
-from ..engine.checkpoint import MemfitCheckpointer
+from ..engine import MemfitCheckpointer, build_trainer, evaluating, usable_device, world_size
 from ..engine.ending import causes_named
 from ..errors import ConfigError, exit_on_error
 from ..evaluation import use_available_implementation

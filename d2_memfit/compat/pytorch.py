@@ -148,7 +148,7 @@ def compiled_frames() -> int:
 
 def end_with_parent(number: int) -> None:
     """Let the system send this process a signal when the one that started it is gone, on Linux."""
-    torch.multiprocessing._prctl_pr_set_pdeathsig(number)
+    torch.multiprocessing._prctl_pr_set_pdeathsig(number)  # type: ignore[attr-defined]
 
 
 def workers_of(iterator: Any) -> list[Any]:

@@ -4,12 +4,11 @@
 import copy
 import multiprocessing
 import pickle
-import signal
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
+from multiprocessing.util import Finalize
 from typing import Any, Callable, Optional
 
 import torch
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 from .. import compat
 from ..common.random_state import RandomState
 from ..compat.pytorch import shut_down, workers_of
-from .ending import handled, leave_signals_to_parent
+from .ending import leave_signals_to_parent, worker_deaths_wait
 
 __all__ = ["ResumableBatches", "UnknownLoader"]
 
@@ -214,7 +213,7 @@ class _Received(Iterator[Any]):
         self.source = iter(self._loader)
         # Garbage collection takes the queues of an iterator in a cycle first: each of its workers
         # is then waited for, 5 s. So a trainer's cycles do not have it.
-        weakref.finalize(self, _end_workers, self.source)
+        Finalize(self, _end_workers, [self.source], exitpriority=0)  # also at a rank's exit
 
     def __next__(self) -> Any:
         if self.source is None:
@@ -237,7 +236,7 @@ class _Received(Iterator[Any]):
 def _end_workers(source: Iterator[Any]) -> None:
     """End the workers of a loader's iterator. They hear no SIGTERM, which PyTorch would send."""
     shut_down(source)
-    with handled([signal.SIGCHLD], lambda *_: None):  # PyTorch's handler would raise an error
+    with worker_deaths_wait():
         for worker in set(workers_of(source)) & set(multiprocessing.active_children()):
             worker.kill()
             worker.join()

@@ -59,7 +59,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         original = type(made)
         bases = (cls,) if original is DetectionCheckpointer else (cls, original)
         checkpointer: MemfitCheckpointer = object.__new__(type(original.__name__, bases, {}))
-        vars(checkpointer).update(vars(made), path_manager=_WholeFiles(made.path_manager))
+        checkpointer.__dict__.update(vars(made), path_manager=_WholeFiles(made.path_manager))
         return checkpointer
 
     def save(self, name: str, **kwargs: Any) -> None:
@@ -166,7 +166,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
         elif path:
             file = checked(path.partition("?")[0], "the checkpoint ")
             try:
-                self.path_manager.get_local_path(file)
+                os.stat(self.path_manager.get_local_path(file))
             except Exception as e:  # each handler has its own
                 raise CheckpointError(
                     f"the weights {file} cannot be downloaded ({type(e).__name__}: {e}). Download "
@@ -300,5 +300,8 @@ def _readable(file: str) -> Iterator[None]:
     except Exception as e:
         why = "it is damaged or not a checkpoint"
         if "Unsupported global" in str(e):
-            why = "it has Python objects in addition to tensors: keep its weights alone"
+            why = (
+                "it has Python objects in addition to tensors. If you trust it, keep its weights: "
+                "torch.save({'model': torch.load(f, weights_only=False)['model']}, f)"
+            )
         raise CheckpointError(f"cannot read the checkpoint {file}, {why}") from e

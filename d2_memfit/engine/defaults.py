@@ -230,14 +230,15 @@ class MemfitMixin(_Trainer):
     @property
     def checkpointer(self) -> Any:
         """The project's checkpointer. Its saves are whole files, and its loads are verified."""
-        return self.__dict__["checkpointer"]
+        if "checkpointer" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no checkpointer yet")
+        return vars(self)["checkpointer"]
 
     @checkpointer.setter
     def checkpointer(self, made: Any) -> None:
-        is_plain = isinstance(made, DetectionCheckpointer) and not isinstance(
-            made, MemfitCheckpointer
-        )
-        self.__dict__["checkpointer"] = MemfitCheckpointer.like(made) if is_plain else made
+        if isinstance(made, DetectionCheckpointer) and not isinstance(made, MemfitCheckpointer):
+            made = MemfitCheckpointer.like(made)
+        self.__dict__["checkpointer"] = made
 
     @property
     def _inner(self) -> Any:

@@ -26,12 +26,14 @@ from ..compat.pytorch import end_with_parent
 from ..errors import START_HERE, MemfitError, RankError, one_line
 from ..memory import is_killed_worker, is_lost_rank, is_out_of_memory
 from ..techniques import ShardedOptimizer
+from .checkpoint import MemfitCheckpointer
 from .window import host_memory_error
 
 logger = logging.getLogger(__name__)
 
 _NAMES = ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")
 SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+_OF_WORKERS = [signal.SIGCHLD] if hasattr(signal, "SIGCHLD") else []
 
 
 @contextmanager
@@ -51,7 +53,7 @@ def worker_deaths_wait() -> AbstractContextManager[None]:
     """While open, PyTorch's handler does not raise an error for a worker that dies: the loader will
     say so. A step, or the last save, is done as a whole.
     """
-    return handled([signal.SIGCHLD], lambda *_: None)
+    return handled(_OF_WORKERS, lambda *_: None)
 
 
 @contextmanager
@@ -165,7 +167,7 @@ def _endings(trainer: TrainerBase) -> list["SaveOnEnding"]:
 
 def _end(trainer: TrainerBase) -> None:
     for hook in _endings(trainer):
-        hook.end()
+        hook.after_train()
 
 
 @contextmanager
@@ -240,6 +242,7 @@ class SaveOnEnding(HookBase):
         self._inner.done = self.trainer.start_iter - 1
         self._is_training, self._is_interrupted, self._has_agreed = True, False, False
         self._began, self._tells = -1, False  # a project's own run_step may not tell its progress
+        self._pid = os.getpid()
         self._other_error = sys.exc_info()[1]  # handled outside, while this run trains
         if self._stops_on_signals:
             self._undo.enter_context(handled(free_signals(), self._note))
@@ -253,11 +256,17 @@ class SaveOnEnding(HookBase):
             saves = any(isinstance(h, PeriodicCheckpointer) for h in compat.hooks_of(self.trainer))
             with compat.at_iteration(self.trainer, last):  # the run is not complete
                 self._inner.gather_states()
-                if saves and hasattr(own, "has") and not own.has("model_final", last):
+                if (
+                    saves
+                    and isinstance(own, MemfitCheckpointer)
+                    and not own.has("model_final", last)
+                ):
                     own.save("model_final", iteration=last)
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         """Let the run end after this iteration, or at once in an evaluation."""
+        if os.getpid() != self._pid:  # a worker of another loader, which was forked since
+            return
         if number == signal.SIGINT and self._is_training and not self._is_stepping():
             if self._is_interrupted:
                 raise KeyboardInterrupt
@@ -271,12 +280,9 @@ class SaveOnEnding(HookBase):
 
     def before_step(self) -> None:
         self._inner.agreed_stop_signal = None
-        self._inner.undo = self._no_change if self._tells else None
+        self._inner.undo = (lambda: None) if self._tells else None  # nothing is changed yet
         self._undo_data = self._inner.run_state.undo_point()
         self._began = self.trainer.iter
-
-    def _no_change(self) -> None:
-        """Undo an iteration that has changed nothing yet."""
 
     def _is_half_done(self) -> bool:
         return bool(self._began == self.trainer.iter > self._inner.done)
@@ -290,7 +296,8 @@ class SaveOnEnding(HookBase):
         inner.done = self.trainer.iter
         number = inner.agreed_stop_signal
         self._tells = number is not None
-        if number is None:  # a project's run_step took no vote
+        is_last = self.trainer.iter + 1 == self.trainer.max_iter  # signals may have come since
+        if number is None or is_last:  # or a project's run_step took no vote
             number = max(comm.all_gather(inner.stop_signal))
         elif comm.get_world_size() == 1:
             number = inner.stop_signal
@@ -298,14 +305,11 @@ class SaveOnEnding(HookBase):
             inner.stop_signal, self._has_agreed = number, True
             raise SystemExit(128 + number)
 
-    def after_train(self) -> None:
-        self.end()
-
     def is_failing(self) -> bool:
         """Whether an error is ending the run."""
         return self._is_training and sys.exc_info()[1] not in (None, self._other_error)
 
-    def end(self) -> None:
+    def after_train(self) -> None:
         """Save what is not saved yet, and take the handlers back. Call it in an ``except`` or
         ``finally`` if a loop does not call ``after_train`` after an error.
 
@@ -319,7 +323,8 @@ class SaveOnEnding(HookBase):
         finally:
             if not self._is_training:
                 self._undo.close()
-                getattr(self._checkpointer, "end_run", lambda: None)()
+                if isinstance(self._checkpointer, MemfitCheckpointer):
+                    self._checkpointer.end_run()
                 # After a failure in the last iteration, EvalHook would evaluate as after a finished
                 # run, while other ranks wait elsewhere.
                 if has_failed:

@@ -146,8 +146,7 @@ class _BatchRetries(Retries):
 
     def react(self, failure: OomEvent, piece: tuple[Any], before: Optional[Snapshot]) -> str:
         (batch,) = piece
-        if before is not None:
-            before.restore()
+        self.undo(before)
         if not self._is_on_host and can_have_results_on_host(self.model):
             self._is_on_host = True
             action = "results are post-processed on the host"

@@ -61,6 +61,12 @@ class Retries:
     def describe(self, error: Exception, piece: Any) -> Any:
         """A description of an error, which holds no reference to it."""
 
+    def undo(self, before: Optional[Snapshot]) -> None:
+        """Free what an attempt left, and put the state before it back, if it could be saved."""
+        release_memory(next(self.model.parameters()).device)
+        if before is not None:
+            before.restore()
+
     def react(self, failure: Any, piece: Any, before: Optional[Snapshot]) -> str:
         """Undo a piece, and decide how its images run again.
 
@@ -104,7 +110,6 @@ def run_all(
             failure = retries.describe(e, piece)
         if failure is not None:
             # No exception is being handled here, so nothing holds the tensors of the attempt.
-            release_memory(next(retries.model.parameters()).device)
             if message := retries.react(failure, piece, before):
                 raise OutOfMemoryError(message)
 
@@ -385,8 +390,7 @@ class WindowRetries(Retries):
         recovery.oom_log.log(failure, action)
         with recovery.oom_log.explained("restoration", lambda: piece.data):
             self._storage.rewind(self._entries)
-            if before is not None:
-                before.restore()
+            self.undo(before)
         return recovery.oom_log.final_message(failure) if action == RAISE else ""
 
     def _escalate(self, piece: MicroBatch) -> str:
@@ -455,6 +459,7 @@ class _Smaller(Retries):
         return piece.phase
 
     def react(self, failure: str, piece: MicroBatch, before: Optional[Snapshot]) -> str:
+        self.undo(before)
         if piece.can_be_split:
             self._cutter.lower(piece)
         elif piece.image is self._failed_alone:

@@ -37,6 +37,7 @@ NAMES = {
     "detectron2.utils.comm._LOCAL_PROCESS_GROUP": None,
     "detectron2.utils.events._CURRENT_STORAGE_STACK": None,
     "fvcore.common.checkpoint.Checkpointer._load_file": ("self", "file"),
+    "fvcore.common.checkpoint.Checkpointer._load_model": ("self", "checkpoint"),
 }
 ATTRIBUTES = {
     "detectron2.data.common._MapIterableDataset": ["_dataset", "_map_func"],

@@ -37,6 +37,7 @@ NAMES = {
     "torch.cuda.memory._dump_snapshot": ("file",),
     "torch.Tensor._make_wrapper_subclass": None,
     "torch._C._autograd._get_sequence_nr": None,
+    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers": ("self",),
     "torch._C._nn.cross_entropy_loss": None,
     "torch._C._current_autograd_node": None,
     "torch._C._current_graph_task_id": None,

@@ -223,15 +223,6 @@ class FailsOnce:
         return image
 
 
-def test_workers_end_with_the_batches():
-    before = set(multiprocessing.active_children())
-    batches = ResumableBatches(loader_of(num_workers=2))
-    next(batches)
-    assert len(set(multiprocessing.active_children()) - before) == 2
-    del batches
-    assert set(multiprocessing.active_children()) == before
-
-
 def test_workers_end_at_once_with_batches_in_a_cycle(monkeypatch):
     """As those of a trainer, whose hooks know it. PyTorch then waits 5 s for each worker."""
     waited_for = []
@@ -261,11 +252,12 @@ class Signalled(Mapper):
 
 
 def test_workers_take_no_notice_of_signals_and_a_hung_one_is_killed_at_the_end():
+    before = set(multiprocessing.active_children())
     loader = loader_of(num_workers=2)
     loader.dataset.dataset._map_func = Signalled()
     batches = ResumableBatches(loader)
     assert len([next(batches) for _ in range(8)]) == 8
-    stopped, _ = multiprocessing.active_children()
+    stopped, _ = set(multiprocessing.active_children()) - before
     os.kill(stopped.pid, signal.SIGSTOP)
     del batches
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) == before

@@ -178,7 +178,7 @@ def test_a_command_ends_with_a_line_and_goes_on_to_the_same_weights(
     shown = (tmp_path / "printed").read_text()
     is_killed = kind == "SIGKILL"
     assert status == (STATUSES[kind] if not is_killed else 137 if ranks > 1 else -9), shown
-    assert "Traceback" not in shown
+    assert "Traceback" not in shown.partition("Exception ignored in")[0]
     if not is_killed:
         lines = [line for line in shown.splitlines() if re.search("error: |SIG[A-Z]+: end", line)]
         assert [line for line in lines if re.search(LINES[kind], line)], shown

@@ -13,7 +13,7 @@ from tiny import images
 from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.engine.evaluating import recovering_inference
-from d2_memfit.engine.retry import Recovery
+from d2_memfit.engine.retry import WindowRetries
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.settings import RecoveryOptions
 
@@ -116,7 +116,7 @@ def fail_at_the_end(rank, output_dir):
     trainer = trainer_of(output_dir, model, steps=2)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(Recovery, "end_window", run_out)
+            patch.setattr(WindowRetries, "end_window", run_out)
         return error_of(trainer)
 
 

@@ -49,7 +49,7 @@ def small_cfg(output_dir, family="faster_rcnn", **keys):
     return cfg
 
 
-# Their streams are resumed in test_resumable_batches.py, too.
+# Their streams are resumed in test_batches.py, too.
 _LONG = ("3 workers, not grouped", "random subset")
 
 
