@@ -37,6 +37,7 @@ __all__ = [
     "default_group_answered",
     "default_store",
     "dump_memory_snapshot",
+    "forget_compiled",
     "has_communication_hooks",
     "has_kernels_for_bfloat16",
     "is_in_backward",
@@ -175,9 +176,17 @@ def default_group_answered(answer: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def compiled_frames() -> int:
-    """Number of functions that ``torch.compile`` has compiled in this process."""
+    """Number of functions that ``torch.compile`` has tried to compile in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else utils.counters["frames"]["total"]
+
+
+def forget_compiled() -> None:
+    """Let compiled functions compile again at their next call, so that :func:`compiled_frames`
+    tells of them.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def default_store() -> "dist.Store":

@@ -99,6 +99,7 @@ class Answers:
     ) -> None:
         self.noted: list[dict[Site, Any]] = []  # of each completed forward
         self._forward: dict[Site, Any] = {}  # of the running one
+        self.nearly: set[str] = set()  # losses of Detectron2's heads that are not counted
         self.estimates = False  # whether a running mean over windows was asked for
         self._model, self._is_exact, self._on_other = model, is_exact, on_other
         self._report, self._totals, self._images = report, totals or {}, images

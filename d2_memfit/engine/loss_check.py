@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from ..common.random_state import RandomState
 from ..common.snapshot import Snapshot
-from ..compat.pytorch import BatchNorm, compiled_frames
+from ..compat.pytorch import BatchNorm, compiled_frames, forget_compiled
 from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
@@ -56,8 +56,6 @@ _MOST_PIXELS = 2**17  # of the images together
 _ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
 _ELEMENTS = 2**20
 _MOST_SITES = 4  # that are tried one by one
-# With an image without objects, smaller, with gradients: the next one is tried after an error.
-_ATTEMPTS = ((True, 1, True), (False, 1, True), (False, 4, True), (False, 4, False))
 _LEAVE = "Return the losses, and leave backward and step to the trainer"
 _FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
 # The functions at import: other contexts may replace them later.
@@ -166,9 +164,9 @@ def check_losses(
     height, width = size_of(list(images))
     settings = losses, answers, patterns, limit
     pixels = min(max(height * width, 1) * most_images, _MOST_PIXELS) / 3
-    for with_empty, share, has_gradient in _ATTEMPTS if images else ():
+    for with_empty, share in ((True, 1), (False, 1), (False, 4)) if images else ():
         release_memory(next(model.parameters()).device)
-        start, check = Snapshot(model, model.parameters()), _Check(model, has_gradient, *settings)
+        start, check = Snapshot(model, model.parameters()), _Check(model, *settings)
         no_step = register_optimizer_step_pre_hook(_refuse_step)
         try:
             return check.report(_chosen(images, with_empty, pixels / share))
@@ -194,12 +192,14 @@ class _Run:
         counts: of each forward.
         has_drawn: whether random numbers were drawn.
         estimates: whether a running mean of windows was asked for.
+        nearly: losses of Detectron2's heads, for which images are nearly the right weights.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
         self.gradients: list[Any] = []
         self.counts: list[Numbers] = []
+        self.nearly: set[str] = set()
         self.has_drawn = self.estimates = False
 
     def off(self, whole: "_Run") -> list[str]:
@@ -215,8 +215,8 @@ class _Run:
 
 
 class _Check:
-    def __init__(self, model: nn.Module, has_gradient: bool, *settings: Any) -> None:
-        self._model, self._has_gradient = model, has_gradient
+    def __init__(self, model: nn.Module, *settings: Any) -> None:
+        self._model = model
         self._losses, self._answers, self._patterns, self._limit = settings
         self._may_pretend = comm.get_world_size() == 1 and self._patterns is not None
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -230,6 +230,7 @@ class _Check:
     def report(self, images: Sequence[Any]) -> LossReport:
         """Run the check."""
         self._together, self._apart = [images], [[image] for image in images]
+        forget_compiled()
         began, compiled = time.perf_counter(), compiled_frames()
         generator = torch.Generator().manual_seed(0)
         for p in self._trained:
@@ -238,7 +239,7 @@ class _Check:
         before = state_of(self._model)
         found = self._first_forward()
         found.changed, found.counters = changed_by_forward(before, state_of(self._model))
-        seconds = 20 * (time.perf_counter() - began)
+        seconds = 8 * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
         self._state = Snapshot(self._model, found.changed_weights(self._model))
         whole = self._run(self._together)
@@ -254,11 +255,8 @@ class _Check:
                 self.found, parts = truth, others
         self._judge(whole, parts)
         found = self.found
-        why = "" if self._has_gradient else "there was no memory for gradients"
-        why = (
-            "compiled code ran, whose counts are not seen" if compiled_frames() != compiled else why
-        )
-        if why:
+        if compiled_frames() != compiled:
+            why = "compiled code ran, whose counts are not seen"
             found.unchecked.update({k: why for k in found.names if k not in found.off})
         self._progress.close()
         return replace(found, forwards=self._forwards, seconds=time.perf_counter() - began)
@@ -342,12 +340,14 @@ class _Check:
         other = None
         for i, of_group in enumerate(names):
             distance = parts.distance(whole, i, 0.0 if of_group[0] in off else least)
-            noise, why = _ESTIMATED if found.estimates else 0.0, "a running mean of windows"
+            noise, why = _ESTIMATED if found.estimates else 0.0, "the running mean of windows"
             if distance > self._limit and (whole.has_drawn or parts.has_drawn):
                 other = other or self._run(self._together, names=names, seed=1)
                 noise, why = other.distance(whole, i, least), "random numbers"
+            if distance > noise and set(of_group) <= parts.nearly:
+                noise, why = math.inf, "the number of proposals or pixels"
             if self._limit < distance <= noise:
-                why = f"micro-batches change it by {distance:.1g}, {why} by {noise:.1g}"
+                why = f"{distance:.1g} off, as {why} may make it"
                 found.unchecked.update(dict.fromkeys(of_group, why))
             elif distance > self._limit:
                 found.off.update(dict.fromkeys(of_group, distance))
@@ -381,7 +381,7 @@ class _Check:
         with (
             EventStorage(get_event_storage().iter),
             flags,
-            torch.set_grad_enabled(self._has_gradient),
+            torch.enable_grad(),
         ):
             for group in groups:
                 micro_batch = MicroBatch(copy.deepcopy(group))  # models may change images
@@ -399,15 +399,12 @@ class _Check:
                         with _SameDraws(seed), answers.around(micro_batch, replays=True):
                             total.backward(retain_graph=i + 1 < len(names))
                     run.gradients += [0.0] * (i + 1 - len(run.gradients))
-                    gradient = gradient_of(self._trained)
-                    if not self._has_gradient:  # values stand for it
-                        gradient = torch.tensor([share * float(losses.get(k, 0)) for k in of_group])
-                    run.gradients[i] += gradient
+                    run.gradients[i] += gradient_of(self._trained)
                     self._model.zero_grad(set_to_none=True)
                 self._progress.update(len(group))
                 self._forwards += len(group)
         run.counts = [added([noted]) for noted in answers.noted]
-        run.estimates = answers.estimates
+        run.estimates, run.nearly = answers.estimates, answers.nearly
         return run
 
     def _answer(self, call: Collective) -> bool:

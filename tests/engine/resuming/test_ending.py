@@ -274,8 +274,7 @@ EDGES = {
     phase: (out_of_memory_in(name), OutOfMemoryError, 1)
     for phase, name in [
         ("start", "run_state.undo_point"),
-        ("window", "loss_rules.prepare"),
-        ("vote", "loss_rules.report"),
+        ("window", "counts.prepare"),
     ]
 }
 
