@@ -72,10 +72,9 @@ class Collective:
         in_module = takewhile(
             lambda f: not isinstance(f.f_locals.get("self"), nn.Module), _frames()
         )
-        # In the forward of a function with its own backward.
-        has_gradient = any(
-            f.f_code.co_filename == torch.autograd.function.__file__ for f in in_module
-        )
+        # In a function with its own backward.
+        contexts = (v for f in in_module for v in f.f_locals.values())
+        has_gradient = any(isinstance(v, torch.autograd.function.FunctionCtx) for v in contexts)
         self.is_count = (
             self.name == "all_reduce"
             and self.scale is not None

@@ -55,6 +55,7 @@ _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
 _ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
 _ELEMENTS = 2**20
+_MOST_TEXT = 1000  # of an object of the project's own
 _MOST_SITES = 4  # that are tried one by one
 _LEAVE = "Return the losses, and leave backward and step to the trainer"
 _FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
@@ -84,6 +85,7 @@ class LossReport:
         counters: those of numbers that grow by one with each forward.
         collective: a collective that is not a count, as text.
         forwards, seconds: cost of the check.
+        seen: the counts of its images, one by one.
     """
 
     counts: list[Site] = field(default_factory=list)
@@ -98,6 +100,7 @@ class LossReport:
     collective: str = ""
     forwards: int = 0
     seconds: float = 0.0
+    seen: list[Numbers] = field(default_factory=list)
 
     @property
     def is_answered(self) -> bool:
@@ -241,6 +244,8 @@ class _Check:
         found.changed, found.counters = changed_by_forward(before, state_of(self._model))
         seconds = 8 * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
+        if set(found.changed) - {*found.counters}:  # a queue fills
+            self._run(self._apart[:1] * 4, found, backward=False)
         self._state = Snapshot(self._model, found.changed_weights(self._model))
         whole = self._run(self._together)
         if self._patterns is not None:
@@ -265,7 +270,7 @@ class _Check:
         """Note the counts of the images together; on one rank, as if there was a second one."""
         for pretends in (True, False) if self._may_pretend else (False,):
             self.found.pretends = pretends
-            start = Snapshot(self._model, self._model.parameters())
+            start = Snapshot(self._model)
             try:
                 run = self._run(self._together, self.found, backward=False)
                 self._totals, self.found.estimates = run.counts[0], run.estimates
@@ -282,7 +287,7 @@ class _Check:
         found.weights = {}
         sites = [s for s in totals if s not in (OBJECTS, IMAGES)]
         apart = self._run(self._apart, found, backward=False) if sites else _Run()
-        sums = added(apart.counts)
+        found.seen, sums = apart.counts, added(apart.counts)
         # If images together have more counts than a single one, the model counts each image.
         for_itself = {site[:2] for site in sites if site not in sums}
         for site in sites:
@@ -372,6 +377,7 @@ class _Check:
         known = {*report.counts, OBJECTS} if report else ()
         totals = {s: n for s, n in self._totals.items() if s in known}
         report, images = report or LossReport(), (number, number) if totals else (0, 0)
+        scale = 1 if self._limit == LIMIT else 1024  # gradients of 16 bits may be too small
         answers, run = self._answers(self._answer, report, totals, images), _Run()
         for module in self._model.modules():
             if isinstance(module, nn.MultiheadAttention):
@@ -394,7 +400,7 @@ class _Check:
                 for name, loss in losses.items():
                     run.values[name] = run.values.get(name, 0.0) + share * float(loss.detach())
                 for i, of_group in enumerate((names or [self._names]) if backward else ()):
-                    total: Any = sum(losses[k] for k in of_group if k in losses) * share
+                    total: Any = sum(losses[k] for k in of_group if k in losses) * share * scale
                     if isinstance(total, torch.Tensor) and total.requires_grad:
                         with _SameDraws(seed), answers.around(micro_batch, replays=True):
                             total.backward(retain_graph=i + 1 < len(names))
@@ -488,7 +494,7 @@ def _print_of(value: Any, depth: int = 3) -> Any:
     if depth and isinstance(value, (list, tuple, deque)):
         return [_print_of(v, depth - 1) for v in value]
     is_plain = isinstance(value, (bool, int, float, str, type(None)))
-    return value if is_plain else type(value).__name__  # an object of the project's own
+    return value if is_plain else re.sub(r" at 0x[0-9a-f]+", "", repr(value)[:_MOST_TEXT])
 
 
 def changed_by_forward(

@@ -32,6 +32,7 @@ class RankReport:
     has_gradient: list[bool] = field(default_factory=list)
     recovery: Optional[RecoveryReport] = None
     error: str = ""  # for which all ranks end: memory ran out for good
+    has_new_losses: bool = False  # since the check of losses
     refused: str = ""  # for which all ranks end: the config cannot train this model
     stop_signal: int = 0  # the signal that asked this rank to end the run
     run_state: Any = None  # for a checkpoint of the first rank, see StatesOfRanks

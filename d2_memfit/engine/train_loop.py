@@ -297,6 +297,7 @@ class AccumulatingTrainer(ResumableTrainer):
             with self._explained("vote", window):
                 if not (mine.error or mine.refused):
                     mine.add(window, self._reduced_later(), self._likely_cause)
+                    mine.has_new_losses = self.counts.has_new_losses
         except OutOfMemoryError as e:
             mine = RankReport(error=str(e))
         mine.stop_signal = self.stop_signal
@@ -306,6 +307,7 @@ class AccumulatingTrainer(ResumableTrainer):
             mine.run_state = self.run_state.ranks.put(self.iter, pack)
         reports = self._exchange.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
+        self.counts.is_due |= any(r.has_new_losses for r in reports)
         if refused := [r.refused for r in reports if r.refused]:
             raise ConfigError(refused[0])
         if errors := [r.error for r in reports if r.error]:

@@ -308,8 +308,6 @@ class PerLevel(Dense):
         return {"loss_levels": total / CLASSES}
 
 
-
-
 class Matched(Detector):
     """Queries that are matched to the objects of their image."""
 
@@ -357,8 +355,6 @@ class Detr(Matched):
         }
 
 
-
-
 class Pixels(Detector):
     """Logits of cells, and the label images at the cells' corners."""
 
@@ -372,8 +368,6 @@ class LabelledPixels(Pixels):
     def losses(self, batch):
         logits, labels = map(torch.cat, self.pixels(batch))
         return {"loss_sem_seg": F.cross_entropy(logits, labels, ignore_index=255)}
-
-
 
 
 @criterion()
@@ -421,8 +415,6 @@ class ClassCountsOverRanks(ClassBalanced):
 
     def counts(self, own):
         return summed(own).clamp(min=1)
-
-
 
 
 @criterion()
@@ -481,8 +473,6 @@ class GradientsByObjects(Detector):
     def losses(self, batch):
         pooled = ScaleGradient.apply(self.quality(self.pooled(batch)), 1 / (num_objects(batch) + 1))
         return {"loss_scaled": pooled.mean()}
-
-
 
 
 @criterion(names=["queue"])
@@ -567,15 +557,11 @@ class BatchStatistics(Detector):
         return {"loss_normed": torch.stack(means).mean()}
 
 
-
-
 @criterion(is_random=True)
 class Dropout(Detector):
     def losses(self, batch):
         pooled = F.dropout(self.pooled(batch), 0.2, self.training)
         return {"loss_dropped": self.quality(pooled).exp().mean()}
-
-
 
 
 @criterion(is_random=True)

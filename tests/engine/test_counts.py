@@ -233,7 +233,7 @@ def test_means_of_heads_are_counted_with_policy_exact():
         image["instances"] = image["instances"][: i or None]
     results = {}
     for policy, size in (("off", None), ("window", 1), ("exact", 1)):
-        model = tiny_model(cfg).double()
+        model = tiny_model(cfg)
         sgd = torch.optim.SGD(model.parameters(), lr=0.0)
         options = {"micro_batch_size": size, "normalizers": NORMALIZERS[policy]}
         with EventStorage():
@@ -241,7 +241,7 @@ def test_means_of_heads_are_counted_with_policy_exact():
         grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         results[policy] = torch.cat(grads)
     near, exact = differences([results["window"], results["exact"]], [results["off"]] * 2)
-    assert exact < 1e-4 < near
+    assert exact < 1e-3 < near
 
 
 def on_ranks(rank, num_ranks, kind, parts, policy, options):

@@ -12,7 +12,7 @@ from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.compat.pytorch import TorchDispatchMode
-from d2_memfit.counts import noticed_collectives
+from d2_memfit.engine.collectives import noticed_collectives
 from d2_memfit.settings import RecoveryOptions
 
 COPIES = ("clone", "copy_", "_to_copy", "_foreach_copy_")
