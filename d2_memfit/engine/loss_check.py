@@ -56,7 +56,7 @@ _MOST_PIXELS = 2**17  # of the images together
 _ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
 _ELEMENTS = 2**20
 _MOST_TEXT = 1000  # of an object of the project's own
-_MOST_SITES = 4  # that are tried one by one
+_MOST_SITES = 3  # that are tried one by one
 _LEAVE = "Return the losses, and leave backward and step to the trainer"
 _FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
 # The functions at import: other contexts may replace them later.
@@ -251,7 +251,8 @@ class _Check:
         if self._patterns is not None:
             self._find_counts()
         parts = self._run(self._apart, found)
-        if found.pretends and self._is_wrong(parts, whole):  # the truth may be nearer
+        # The truth may be nearer.
+        if found.pretends and self._has_left(3) and self._is_wrong(parts, whole):
             told = {k: w for k, w in found.weights.items() if w == "objects"}
             counts = [site for site in found.counts if site[0] != "sum"]
             truth = replace(found, pretends=False, counts=counts, weights=told)
@@ -322,6 +323,9 @@ class _Check:
                     f"are {', '.join(self._names)}"
                 )
 
+    def _has_left(self, forwards: int) -> bool:
+        return self._forwards + forwards <= _MOST_FORWARDS
+
     def _is_wrong(self, parts: _Run, whole: _Run) -> bool:
         return parts.distance(whole) > _ROUNDING or bool(parts.off(whole))
 
@@ -337,7 +341,8 @@ class _Check:
         for name in found.names:
             groups.setdefault((re.sub(r"\d+", "", name), name in off), []).append(name)
         least, names = _SMALL * float(whole.gradients[0].norm()), list(groups.values())
-        if self._forwards + 6 <= _MOST_FORWARDS:
+        has_drawn = whole.has_drawn or parts.has_drawn
+        if self._has_left(9 if has_drawn else 6):
             whole = self._run(self._together, names=names)
             parts = self._run(self._apart, found, names)
         else:
@@ -346,7 +351,7 @@ class _Check:
         for i, of_group in enumerate(names):
             distance = parts.distance(whole, i, 0.0 if of_group[0] in off else least)
             noise, why = _ESTIMATED if found.estimates else 0.0, "the running mean of windows"
-            if distance > self._limit and (whole.has_drawn or parts.has_drawn):
+            if distance > self._limit and has_drawn and (other or self._has_left(3)):
                 other = other or self._run(self._together, names=names, seed=1)
                 noise, why = other.distance(whole, i, least), "random numbers"
             if distance > noise and set(of_group) <= parts.nearly:

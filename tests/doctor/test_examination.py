@@ -217,10 +217,15 @@ def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monke
 
 
 def test_the_losses_are_checked_once_for_all_lines(monkeypatch):
-    checks = []
-    monkeypatch.setattr(loss_check._Check, "_judge", lambda *_: checks.append(1))
+    checks, report = [], loss_check._Check.report
+
+    def counted(check, images):
+        checks.append(len(images))
+        return report(check, images)
+
+    monkeypatch.setattr(loss_check._Check, "report", counted)
     job = Job.from_cfg(tiny_cfg("faster_rcnn"))
     findings = {finding.what: finding for finding in examine(job)}
     assert all(f.is_well for what, f in findings.items() if "recovery" in what)
     assert findings["normalisers"].text == "none found"
-    assert len(checks) <= 3  # of the doctor, and of the two iterations whose images are cut
+    assert checks == [3, 3]  # for the line, and for all iterations

@@ -14,13 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import get_event_storage
-from fvcore.nn import sigmoid_focal_loss_jit
-from scipy.optimize import linear_sum_assignment
 from torch import nn
 
 from d2_memfit import window_count
 
-CHANNELS, CLASSES, QUERIES = 6, 3, 14
+CHANNELS, CLASSES = 6, 3
 SIZES = ((24, 32), (32, 24), (32, 32), (16, 32))
 OBJECTS = [
     (10, 3, 0, 5),
@@ -150,13 +148,6 @@ class Detector(nn.Module):
         dtype = self.backbone.weight.dtype
         return [F.gelu(self.backbone(image["image"][None].to(dtype))) for image in batch]
 
-    def padded(self, batch):
-        """[N, C, H, W], as of an ImageList."""
-        images = [image["image"].to(self.backbone.weight.dtype) for image in batch]
-        height, width = (max(image.shape[d] for image in images) for d in (1, 2))
-        pads = [(0, width - i.shape[2], 0, height - i.shape[1]) for i in images]
-        return F.gelu(self.backbone(torch.stack([F.pad(i, p) for i, p in zip(images, pads)])))
-
     def pooled(self, batch):
         """[N, C]"""
         return torch.cat([features.mean((2, 3)) for features in self.maps(batch)])
@@ -259,102 +250,6 @@ class MeanOfMeans(Detector):
         return {"loss_bbox": torch.stack(means).mean()}
 
 
-class Dense(Detector):
-    """Places of all images, and which of them are positive."""
-
-    def places(self, batch):
-        return torch.cat(self.cells(batch)), torch.cat(self.labels(batch))
-
-    def one_hot(self, labels, dtype):
-        return F.one_hot(labels, CLASSES + 1)[:, :CLASSES].to(dtype)
-
-
-@criterion()
-class Fcos(Dense):
-    """FCOS, ATSS and GFL: means over ranks of positives and of centerness."""
-
-    def losses(self, batch):
-        cells, labels = self.places(batch)
-        positive = labels < CLASSES
-        num_positive = summed(positive.sum()).clamp(min=1)
-        centerness = (0.1 + cells.detach().sigmoid().mean(1))[positive]
-        norm = summed(centerness.sum()).clamp(min=1e-6)
-        logits = self.classes(cells)
-        focal = sigmoid_focal_loss_jit(
-            logits, self.one_hot(labels, cells.dtype), 0.25, 2.0, reduction="sum"
-        )
-        distances = (self.boxes(cells[positive]) - 0.3).abs().sum(1)
-        quality = F.binary_cross_entropy_with_logits(
-            self.quality(cells[positive])[:, 0], centerness, reduction="sum"
-        )
-        return {
-            "loss_fcos_cls": focal / num_positive,
-            "loss_fcos_loc": (distances * centerness).sum() / norm,
-            "loss_fcos_ctr": quality / num_positive,
-        }
-
-
-@criterion()
-class PerLevel(Dense):
-    """The positives of each level are counted over ranks, in one line of code."""
-
-    def losses(self, batch):
-        cells, labels = self.places(batch)
-        total = 0
-        for level in range(CLASSES):
-            is_here = labels == level
-            distances = (self.boxes(cells[is_here]) - 0.1 * level).abs().sum()
-            total = total + distances / summed(is_here.sum()).clamp(min=1)
-        return {"loss_levels": total / CLASSES}
-
-
-class Matched(Detector):
-    """Queries that are matched to the objects of their image."""
-
-    def __init__(self):
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(QUERIES, CHANNELS))
-        self.no_object = nn.Linear(CHANNELS, CLASSES + 1)
-
-    def matched(self, batch):
-        """[N, queries, C], and rows and columns for each image."""
-        queries = self.queries + self.pooled(batch)[:, None]
-        found = []
-        for boxes, image in zip(self.boxes(queries).detach(), batch):
-            wanted = self.wanted_boxes([image])
-            found.append(linear_sum_assignment(torch.cdist(boxes, wanted)))
-        return queries, found
-
-    def matched_l1(self, queries, found, batch):
-        total = queries.sum() * 0
-        for own, (rows, columns), image in zip(queries, found, batch):
-            wanted = self.wanted_boxes([image])[columns]
-            total = total + (self.boxes(own[rows]) - wanted).abs().sum()
-        return total
-
-    def query_labels(self, found, batch):
-        labels = torch.full((len(batch), QUERIES), CLASSES)
-        for own, (rows, columns), image in zip(labels, found, batch):
-            own[rows] = image["instances"].gt_classes[columns]
-        return labels
-
-
-@criterion()
-class Detr(Matched):
-    """With weights of classes in a mean over all queries."""
-
-    def losses(self, batch):
-        queries, found = self.matched(batch)
-        labels = self.query_labels(found, batch)
-        weights = torch.tensor([1.0] * CLASSES + [0.1], dtype=queries.dtype)
-        logits = self.no_object(queries).transpose(1, 2)
-        num_boxes = num_boxes_of(batch)
-        return {
-            "loss_ce": F.cross_entropy(logits, labels, weights),
-            "loss_bbox": self.matched_l1(queries, found, batch) / num_boxes,
-        }
-
-
 class Pixels(Detector):
     """Logits of cells, and the label images at the cells' corners."""
 
@@ -382,16 +277,6 @@ class NoLabelledPixels(Pixels):
 
     def loss(self, logits, labels):
         return F.cross_entropy(logits, labels, ignore_index=255)
-
-
-@criterion()
-class HardPixelsOfBatch(Pixels):
-    """DeepLabCE."""
-
-    def losses(self, batch):
-        logits, labels = map(torch.cat, self.pixels(batch))
-        losses = F.cross_entropy(logits, labels, ignore_index=255, reduction="none")
-        return {"loss_sem_seg": losses.topk(len(losses) // 5).values.mean()}
 
 
 @criterion()
@@ -562,18 +447,6 @@ class Dropout(Detector):
     def losses(self, batch):
         pooled = F.dropout(self.pooled(batch), 0.2, self.training)
         return {"loss_dropped": self.quality(pooled).exp().mean()}
-
-
-@criterion(is_random=True)
-class RandomNegatives(Dense):
-    """Eight places of each image."""
-
-    def losses(self, batch):
-        means = []
-        for cells in self.cells(batch):
-            chosen = cells[torch.randperm(len(cells))[:8]]
-            means.append(self.quality(chosen).exp().mean())
-        return {"loss_sampled": torch.stack(means).mean()}
 
 
 @criterion()

@@ -82,7 +82,7 @@ def test_what_is_wrong_is_named_and_what_is_right_is_not(name, log):
 
 
 def test_the_check_is_announced_and_bounded(log):
-    distances(CRITERIA["Detr"])
+    distances(CRITERIA["ClassCountsOverRanks"])
     text = log.text
     assert text.count("Checking how the losses add up: about") == 1
     assert text.index("Checking how") < text.index("Losses of micro-batches, checked in")
@@ -124,6 +124,14 @@ def report_of(model, batch=None, **options):
     with EventStorage():
         batch = batch or annotated_images((10, 3, 0, 5))
         return check(model, losses_of, batch, NormalizerOptions(**options))
+
+
+def test_means_of_heads_are_exact_with_policy_exact():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    for policy, unchecked in (("window", {"loss_mask"}), ("exact", set())):
+        report = report_of(model, images(4), policy=policy)
+        assert {*report.unchecked} == unchecked
+        assert not report.off
 
 
 def test_a_compiled_loss_is_named_also_the_second_time():
