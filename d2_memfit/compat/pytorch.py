@@ -141,9 +141,17 @@ def default_group_answered(answer: Callable[[Any], Any]) -> Iterator[None]:
 
 
 def compiled_frames() -> int:
-    """Number of functions that ``torch.compile`` has compiled in this process."""
+    """Number of functions that ``torch.compile`` has tried to compile in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else utils.counters["frames"]["total"]
+
+
+def forget_compiled() -> None:
+    """Let compiled functions compile again at their next call, so that :func:`compiled_frames`
+    tells of them.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def end_with_parent(number: int) -> None:

@@ -54,8 +54,8 @@ _C.MEMFIT.OOM.LAST_RESORT = "raise"
 _C.MEMFIT.NORMALIZERS = CN()
 # Which counts in losses come from the whole effective batch, if it goes through the model in
 # several micro-batches. "window": those that the model adds up over ranks, that an adapter or
-# window_count declares, and the weights of weighted means. Each is tested first. "exact": the means
-# of R-CNN's heads as well, at the cost of one more forward. "off": none.
+# window_count declares, and the weights of weighted means. A count that does not add up is not
+# used. "exact": the means of R-CNN's heads as well, at the cost of one more forward. "off": none.
 _C.MEMFIT.NORMALIZERS.POLICY = "window"
 # What losses are divided by, if the model does not add up a count over ranks. Each entry is a pair
 # of a pattern of their names and "objects", the number of annotated objects in the batch, or "sum",

@@ -2,11 +2,9 @@
 """Checks of a job. Each returns a line about what works, or raises an error."""
 
 import copy
-import re
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from detectron2.engine import SimpleTrainer
 from detectron2.utils.env import seed_all_rng
@@ -111,19 +109,16 @@ def recovers_in_evaluation(patient: Patient) -> str:
 
 def puts_state_back(patient: Patient) -> str:
     model = patient.model()
-    before = _other_state(model)
-    at_start = Snapshot(model)
-    state = state_of(model)
+    before, at_start = state_of(model), Snapshot(model)
 
     def forward() -> None:
         loss: Any = sum(patient.losses(model, patient.batch()).values())
         loss.backward()
 
     patient.call(forward)
-    _, counting = changed_by_forward(state, state_of(model))
+    _, counting = changed_by_forward(before, state_of(model))
     at_start.restore()
-    after = _other_state(model)
-    changed = [name for name, value in after.items() if not _same(before.get(name), value)]
+    changed, _ = changed_by_forward(before, state_of(model))
     if changed:
         raise Unwell(
             f"a forward changes {_few(changed)}, which a retry does not put back: keep it in a "
@@ -132,31 +127,6 @@ def puts_state_back(patient: Patient) -> str:
     if counting:
         return f"all is put back. {_few(counting)} counts forwards, not iterations"
     return "all is put back"
-
-
-def _other_state(model: nn.Module) -> dict[str, Any]:
-    """Attributes of modules that are neither parameters nor modules, and buffers.
-
-    Tensors and arrays are copied; others are converted to text.
-    """
-    result = {}
-    for path, part in model.named_modules():
-        values = [(k, v) for k, v in vars(part).items() if k not in _INTERNAL]
-        for name, value in [*values, *part.named_buffers(recurse=False)]:
-            is_numbers = isinstance(value, (torch.Tensor, np.ndarray))
-            text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
-            copied = torch.as_tensor(value).detach().clone() if is_numbers else text
-            result[f"{path or type(model).__name__}.{name}"] = copied
-    return result
-
-
-_INTERNAL = set(vars(nn.Module()))
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
 
 
 def is_silent(patient: Patient) -> str:

@@ -50,6 +50,7 @@ class Patient:
         self.crowded: Any = smaller(job.training_batch(2))
         self.images: Any = _with_fewer_objects(self.crowded)
         self.report: Optional[LossReport] = None  # of its losses, which need one check
+        self._counts: dict[str, Any] = {}  # of the iterations, which need another one
 
     def model(self) -> nn.Module:
         """Build a model on the CPU, always with the same weights."""
@@ -98,10 +99,12 @@ class Patient:
             )
             if fail_at:
                 trainer.injector = Injector(fail_at)
+            trainer.counts.load_state_dict(self._counts)
             seed_all_rng(seed)
             with EventStorage() as storage:
                 trainer.run_step()
                 loss = float(storage.latest()["total_loss"][0])
+            self._counts = trainer.counts.state_dict() or self._counts
         if with_optimizer:
             return [p.detach() for p in model.parameters()], loss, trainer
         return [p.grad for p in model.parameters() if p.grad is not None], loss, trainer

@@ -72,10 +72,9 @@ class Collective:
         in_module = takewhile(
             lambda f: not isinstance(f.f_locals.get("self"), nn.Module), _frames()
         )
-        # In the forward of a function with its own backward.
-        has_gradient = any(
-            f.f_code.co_filename == torch.autograd.function.__file__ for f in in_module
-        )
+        # In a function with its own backward.
+        contexts = (v for f in in_module for v in f.f_locals.values())
+        has_gradient = any(isinstance(v, torch.autograd.function.FunctionCtx) for v in contexts)
         self.is_count = (
             self.name == "all_reduce"
             and self.scale is not None
@@ -191,6 +190,7 @@ _MEANS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...], bool]] = {
     # Detectron2: losses(predictions, proposals), forward(features, proposals), losses(logits, ...)
     "FastRCNNOutputLayers": ("losses", lambda m, *a: sum(map(len, a[1])), (), True),
     "BaseMaskRCNNHead": ("forward", lambda m, *a: sum(map(len, a[1])), (), True),
+    "BaseKeypointRCNNHead": ("forward", lambda m, *a: 1, (), True),  # nearly, even then
     "SemSegFPNHead": ("losses", lambda m, *a: (a[1] != m.ignore_value).sum(), (), True),
 }
 
@@ -205,18 +205,23 @@ def means_answered(model: nn.Module, is_exact: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for cls in {type(module) for module in model.modules()}:
             for name in {base.__name__ for base in cls.__mro__} & {*_MEANS, "DenseDetector"}:
-                method, *means = _MEANS.get(name, ("_ema_update", _running_mean, (), False))
-                if is_exact or not means[-1]:
-                    made = means[0] if name == "DenseDetector" else _mean(*means[:2])
-                    stack.enter_context(replaced_functions([cls], {method: made}))
+                made: Callable[..., Any] = _running_mean
+                method = "_ema_update"
+                if name in _MEANS:
+                    method, number, losses, is_near = _MEANS[name]
+                    made = _mean(number if is_exact or not is_near else None, losses)
+                stack.enter_context(replaced_functions([cls], {method: made}))
         yield
 
 
-def _mean(number: Callable[..., Any], losses: Sequence[str]) -> Callable[..., Any]:
+def _mean(number: Optional[Callable[..., Any]], losses: Sequence[str]) -> Callable[..., Any]:
     def made(original: Callable[..., Any]) -> Callable[..., Any]:
         def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             result = original(module, *args, **kwargs)
             if not module.training or counts is None:
+                return result
+            if number is None:
+                counts.nearly.update(result)
                 return result
             bound = inspect.signature(original).bind(module, *args, **kwargs).args
             factor = counts.factor(number(*bound), 1.0)

@@ -40,7 +40,7 @@ Number = TypeVar("Number", float, torch.Tensor)
 
 _FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
 _MOST_CHECKS = 3  # the first one, and for losses that are no longer zero
-_FORWARDS = 4  # from which a formula is taken
+_FORWARDS = 6  # from which a formula is taken, with three of the check
 _ZERO = torch.zeros(1, dtype=torch.float64)
 
 
@@ -99,6 +99,7 @@ class Answers:
     ) -> None:
         self.noted: list[dict[Site, Any]] = []  # of each completed forward
         self._forward: dict[Site, Any] = {}  # of the running one
+        self.nearly: set[str] = set()  # losses of Detectron2's heads that are not counted
         self.estimates = False  # whether a running mean over windows was asked for
         self._model, self._is_exact, self._on_other = model, is_exact, on_other
         self._report, self._totals, self._images = report, totals or {}, images
@@ -217,6 +218,7 @@ class Counts:
 
     Attributes:
         report: the result of the check of the losses.
+        is_due: whether the next window is checked; the same on all ranks.
         communicates: the model's first collective that is not a count, as text.
         is_one_piece: whether the window is one micro-batch, which needs counts only if it is cut.
     """
@@ -242,11 +244,16 @@ class Counts:
         self._options = {"policy": options.policy, "losses": patterns}
         self._checked = partial(check, model, losses, options=options, limit=limit)
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
-        self._is_due = True
+        self.is_due = True
         self._checks_left = 0 if options.policy == "off" else _MOST_CHECKS
         self._unseen: list[torch.Tensor] = []  # losses that were not in the check
         self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
         self._history: list[Numbers] = []
+
+    @property
+    def has_new_losses(self) -> bool:
+        """Whether this window has a loss that was not in the check, or was zero there."""
+        return bool(self.report.names) and any(loss.item() for loss in self._unseen)
 
     @property
     def may_recover(self) -> bool:
@@ -264,10 +271,12 @@ class Counts:
             OutOfMemoryError: on every rank, if one rank has no memory to count.
         """
         self._compare()
+        self._answers = None
         on_other = self._communicate if self._ranks > 1 else Collective.run_alone
-        self._answers = self._new_answers(on_other, LossReport()) if self._ranks > 1 else None
+        if self._ranks > 1:
+            self._answers = self._new_answers(on_other, LossReport(), ranks=self._ranks)
         self.is_one_piece = False
-        is_due = self._checks_left > 0 and any(comm.all_gather(self._is_due))
+        is_due = self._checks_left > 0 and self.is_due
         if not (is_due or self.report.is_answered or self.communicates):
             return
         window.load_all()
@@ -311,15 +320,16 @@ class Counts:
         """What was found, in plain types, for a resumed run; empty before the check."""
         if not self.report.names:
             return {}
-        found = {"report": vars(self.report), "formulas": list(self._formulas.items())}
-        return {**found, "options": self._options, "left": (self._is_due, self._checks_left)}
+        report = {k: v for k, v in vars(self.report).items() if k != "seen"}
+        found = {"report": report, "formulas": list(self._formulas.items())}
+        return {**found, "options": self._options, "left": (self.is_due, self._checks_left)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what a checkpoint has, if it belongs to the same options."""
         if state.get("options") == self._options:
             self.report = LossReport(**state["report"])
             self._formulas = dict(state["formulas"])
-            self._is_due, self._checks_left = state["left"]
+            self.is_due, self._checks_left = state["left"]
 
     def _check(
         self,
@@ -330,10 +340,10 @@ class Counts:
         forwards: int,
     ) -> None:
         """Check the losses with the images of the rank with the most objects, for all ranks."""
-        self._is_due = may_have_objects and not any(objects)  # such images tell little
-        if self._is_due and self.report.names:
+        self.is_due = may_have_objects and not any(objects)  # such images tell little
+        if self.is_due and self.report.names:
             return
-        self._checks_left -= not self._is_due
+        self._checks_left -= not self.is_due
         found: Union[LossReport, str, None] = None
         tester = objects.index(max(objects))
         if comm.get_rank() == tester:
@@ -347,7 +357,7 @@ class Counts:
         if report.collective and self._ranks > 1:
             self._allow(report.collective)
         log(report, self.report, forwards)
-        self.report = report.after(self.report)
+        self.report, self._history = report.after(self.report), report.seen
 
     def _totals(
         self, window: Window, forward: Callable[..., Any], own: Numbers
@@ -394,7 +404,7 @@ class Counts:
         return added(each)
 
     def _compare(self) -> None:
-        """Compare the last window with the formulas, and look for losses that are new."""
+        """Compare the counts of the last window with the formulas."""
         for noted in self._answers.noted if self._answers and self._formulas else ():
             counts = added([noted])
             for site, told in self._by_formula(counts).items():
@@ -406,8 +416,6 @@ class Counts:
                         "counted by a forward of the whole window",
                         *site[1][0],
                     )
-        if self.report.names:
-            self._is_due |= any(loss.item() for loss in self._unseen)
         self._unseen = []
 
     def _by_formula(self, counts: Numbers) -> Numbers:

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from ..common.random_state import RandomState
 from ..common.snapshot import Snapshot, plain_attributes
-from ..compat.pytorch import BatchNorm, compiled_frames
+from ..compat.pytorch import BatchNorm, compiled_frames, forget_compiled
 from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
@@ -54,9 +54,8 @@ _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
 _ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
 _ELEMENTS = 2**20
-_MOST_SITES = 4  # that are tried one by one
-# With an image without objects, smaller, with gradients: the next one is tried after an error.
-_ATTEMPTS = ((True, 1, True), (False, 1, True), (False, 4, True), (False, 4, False))
+_MOST_TEXT = 1000  # of an object of the project's own
+_MOST_SITES = 3  # that are tried one by one
 _LEAVE = "Return the losses, and leave backward and step to the trainer"
 _FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
 # The functions at import: other contexts may replace them later.
@@ -85,6 +84,7 @@ class LossReport:
         counters: those of numbers that grow by one with each forward.
         collective: a collective that is not a count, as text.
         forwards, seconds: cost of the check.
+        seen: the counts of its images, one by one.
     """
 
     counts: list[Site] = field(default_factory=list)
@@ -99,6 +99,7 @@ class LossReport:
     collective: str = ""
     forwards: int = 0
     seconds: float = 0.0
+    seen: list[Numbers] = field(default_factory=list)
 
     @property
     def is_answered(self) -> bool:
@@ -165,9 +166,9 @@ def check_losses(
     height, width = size_of(list(images))
     settings = losses, answers, patterns, limit
     pixels = min(max(height * width, 1) * most_images, _MOST_PIXELS) / 3
-    for with_empty, share, has_gradient in _ATTEMPTS if images else ():
+    for with_empty, share in ((True, 1), (False, 1), (False, 4)) if images else ():
         release_memory(next(model.parameters()).device)
-        start, check = Snapshot(model, model.parameters()), _Check(model, has_gradient, *settings)
+        start, check = Snapshot(model, model.parameters()), _Check(model, *settings)
         no_step = register_optimizer_step_pre_hook(_refuse_step)
         try:
             return check.report(_chosen(images, with_empty, pixels / share))
@@ -193,12 +194,14 @@ class _Run:
         counts: of each forward.
         has_drawn: whether random numbers were drawn.
         estimates: whether a running mean of windows was asked for.
+        nearly: losses of Detectron2's heads, for which images are nearly the right weights.
     """
 
     def __init__(self) -> None:
         self.values: dict[str, float] = {}
         self.gradients: list[Any] = []
         self.counts: list[Numbers] = []
+        self.nearly: set[str] = set()
         self.has_drawn = self.estimates = False
 
     def off(self, whole: "_Run") -> list[str]:
@@ -214,8 +217,8 @@ class _Run:
 
 
 class _Check:
-    def __init__(self, model: nn.Module, has_gradient: bool, *settings: Any) -> None:
-        self._model, self._has_gradient = model, has_gradient
+    def __init__(self, model: nn.Module, *settings: Any) -> None:
+        self._model = model
         self._losses, self._answers, self._patterns, self._limit = settings
         self._may_pretend = comm.get_world_size() == 1 and self._patterns is not None
         self._trained = [p for p in model.parameters() if p.requires_grad]
@@ -229,6 +232,7 @@ class _Check:
     def report(self, images: Sequence[Any]) -> LossReport:
         """Run the check."""
         self._together, self._apart = [images], [[image] for image in images]
+        forget_compiled()
         began, compiled = time.perf_counter(), compiled_frames()
         generator = torch.Generator().manual_seed(0)
         for p in self._trained:
@@ -237,14 +241,17 @@ class _Check:
         before = state_of(self._model)
         found = self._first_forward()
         found.changed, found.counters = changed_by_forward(before, state_of(self._model))
-        seconds = 20 * (time.perf_counter() - began)
+        seconds = 8 * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
+        if set(found.changed) - {*found.counters}:  # a queue fills
+            self._run(self._apart[:1] * 4, found, backward=False)
         self._state = Snapshot(self._model, found.changed_weights(self._model))
         whole = self._run(self._together)
         if self._patterns is not None:
             self._find_counts()
         parts = self._run(self._apart, found)
-        if found.pretends and self._is_wrong(parts, whole):  # the truth may be nearer
+        # The truth may be nearer.
+        if found.pretends and self._has_left(3) and self._is_wrong(parts, whole):
             told = {k: w for k, w in found.weights.items() if w == "objects"}
             counts = [site for site in found.counts if site[0] != "sum"]
             truth = replace(found, pretends=False, counts=counts, weights=told)
@@ -253,11 +260,8 @@ class _Check:
                 self.found, parts = truth, others
         self._judge(whole, parts)
         found = self.found
-        why = "" if self._has_gradient else "there was no memory for gradients"
-        why = (
-            "compiled code ran, whose counts are not seen" if compiled_frames() != compiled else why
-        )
-        if why:
+        if compiled_frames() != compiled:
+            why = "compiled code ran, whose counts are not seen"
             found.unchecked.update({k: why for k in found.names if k not in found.off})
         self._progress.close()
         return replace(found, forwards=self._forwards, seconds=time.perf_counter() - began)
@@ -266,7 +270,7 @@ class _Check:
         """Note the counts of the images together; on one rank, as if there was a second one."""
         for pretends in (True, False) if self._may_pretend else (False,):
             self.found.pretends = pretends
-            start = Snapshot(self._model, self._model.parameters())
+            start = Snapshot(self._model)
             try:
                 run = self._run(self._together, self.found, backward=False)
                 self._totals, self.found.estimates = run.counts[0], run.estimates
@@ -283,7 +287,7 @@ class _Check:
         found.weights = {}
         sites = [s for s in totals if s not in (OBJECTS, IMAGES)]
         apart = self._run(self._apart, found, backward=False) if sites else _Run()
-        sums = added(apart.counts)
+        found.seen, sums = apart.counts, added(apart.counts)
         # If images together have more counts than a single one, the model counts each image.
         for_itself = {site[:2] for site in sites if site not in sums}
         for site in sites:
@@ -318,6 +322,9 @@ class _Check:
                     f"are {', '.join(self._names)}"
                 )
 
+    def _has_left(self, forwards: int) -> bool:
+        return self._forwards + forwards <= _MOST_FORWARDS
+
     def _is_wrong(self, parts: _Run, whole: _Run) -> bool:
         return parts.distance(whole) > _ROUNDING or bool(parts.off(whole))
 
@@ -333,7 +340,8 @@ class _Check:
         for name in found.names:
             groups.setdefault((re.sub(r"\d+", "", name), name in off), []).append(name)
         least, names = _SMALL * float(whole.gradients[0].norm()), list(groups.values())
-        if self._forwards + 6 <= _MOST_FORWARDS:
+        has_drawn = whole.has_drawn or parts.has_drawn
+        if self._has_left(9 if has_drawn else 6):
             whole = self._run(self._together, names=names)
             parts = self._run(self._apart, found, names)
         else:
@@ -341,12 +349,14 @@ class _Check:
         other = None
         for i, of_group in enumerate(names):
             distance = parts.distance(whole, i, 0.0 if of_group[0] in off else least)
-            noise, why = _ESTIMATED if found.estimates else 0.0, "a running mean of windows"
-            if distance > self._limit and (whole.has_drawn or parts.has_drawn):
+            noise, why = _ESTIMATED if found.estimates else 0.0, "the running mean of windows"
+            if distance > self._limit and has_drawn and (other or self._has_left(3)):
                 other = other or self._run(self._together, names=names, seed=1)
                 noise, why = other.distance(whole, i, least), "random numbers"
+            if distance > noise and set(of_group) <= parts.nearly:
+                noise, why = math.inf, "the number of proposals or pixels"
             if self._limit < distance <= noise:
-                why = f"micro-batches change it by {distance:.1g}, {why} by {noise:.1g}"
+                why = f"{distance:.1g} off, as {why} may make it"
                 found.unchecked.update(dict.fromkeys(of_group, why))
             elif distance > self._limit:
                 found.off.update(dict.fromkeys(of_group, distance))
@@ -371,6 +381,7 @@ class _Check:
         known = {*report.counts, OBJECTS} if report else ()
         totals = {s: n for s, n in self._totals.items() if s in known}
         report, images = report or LossReport(), (number, number) if totals else (0, 0)
+        scale = 1 if self._limit == LIMIT else 1024  # gradients of 16 bits may be too small
         answers, run = self._answers(self._answer, report, totals, images), _Run()
         for module in self._model.modules():
             if isinstance(module, nn.MultiheadAttention):
@@ -380,7 +391,7 @@ class _Check:
         with (
             EventStorage(get_event_storage().iter),
             flags,
-            torch.set_grad_enabled(self._has_gradient),
+            torch.enable_grad(),
         ):
             for group in groups:
                 micro_batch = MicroBatch(copy.deepcopy(group))  # models may change images
@@ -393,20 +404,17 @@ class _Check:
                 for name, loss in losses.items():
                     run.values[name] = run.values.get(name, 0.0) + share * float(loss.detach())
                 for i, of_group in enumerate((names or [self._names]) if backward else ()):
-                    total: Any = sum(losses[k] for k in of_group if k in losses) * share
+                    total: Any = sum(losses[k] for k in of_group if k in losses) * share * scale
                     if isinstance(total, torch.Tensor) and total.requires_grad:
                         with _SameDraws(seed), answers.around(micro_batch, replays=True):
                             total.backward(retain_graph=i + 1 < len(names))
                     run.gradients += [0.0] * (i + 1 - len(run.gradients))
-                    gradient = gradient_of(self._trained)
-                    if not self._has_gradient:  # values stand for it
-                        gradient = torch.tensor([share * float(losses.get(k, 0)) for k in of_group])
-                    run.gradients[i] += gradient
+                    run.gradients[i] += gradient_of(self._trained)
                     self._model.zero_grad(set_to_none=True)
                 self._progress.update(len(group))
                 self._forwards += len(group)
         run.counts = [added([noted]) for noted in answers.noted]
-        run.estimates = answers.estimates
+        run.estimates, run.nearly = answers.estimates, answers.nearly
         return run
 
     def _answer(self, call: Collective) -> bool:
@@ -490,7 +498,7 @@ def _print_of(value: Any, depth: int = 3) -> Any:
     if depth and isinstance(value, (list, tuple, deque)):
         return [_print_of(v, depth - 1) for v in value]
     is_plain = isinstance(value, (bool, int, float, str, type(None)))
-    return value if is_plain else type(value).__name__  # an object of the project's own
+    return value if is_plain else re.sub(r" at 0x[0-9a-f]+", "", repr(value)[:_MOST_TEXT])
 
 
 def changed_by_forward(

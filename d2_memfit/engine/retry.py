@@ -108,10 +108,9 @@ def run_all(
             if not is_out_of_memory(e):
                 raise
             failure = retries.describe(e, piece)
-        if failure is not None:
-            # No exception is being handled here, so nothing holds the tensors of the attempt.
-            if message := retries.react(failure, piece, before):
-                raise OutOfMemoryError(message)
+        # No exception is being handled here, so nothing holds the tensors of the attempt.
+        if failure is not None and (message := retries.react(failure, piece, before)):
+            raise OutOfMemoryError(message)
 
 
 class Cutter:

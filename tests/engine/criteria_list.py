@@ -1,0 +1,462 @@
+# Copyright (c) the d2_memfit developers.
+"""Losses as detectors have them: right and wrong under accumulation.
+
+Which ones are wrong is not written here. ``test_loss_check.py`` computes it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from detectron2.structures import Boxes, Instances
+from detectron2.utils.events import get_event_storage
+from torch import nn
+
+from d2_memfit import window_count
+
+CHANNELS, CLASSES = 6, 3
+SIZES = ((24, 32), (32, 24), (32, 32), (16, 32))
+OBJECTS = [
+    (10, 3, 0, 5),
+    (1, 0, 0, 12, 2),
+    (0, 4, 4, 4, 1, 7),
+    (2, 6, 1, 3),
+    (0, 0, 5, 0, 1),
+    (3, 8, 2, 5, 0, 9),
+]
+
+
+def annotated_images(numbers_of_objects, seed):
+    """Images of several sizes with so many objects each."""
+    generator = torch.Generator().manual_seed(seed)
+    images = []
+    for i, objects in enumerate(numbers_of_objects):
+        height, width = SIZES[(i + seed) % len(SIZES)]
+        scale = torch.tensor([width, height])
+        corners = torch.rand(objects, 2, generator=generator) * 0.6
+        sizes = 0.1 + torch.rand(objects, 2, generator=generator) * 0.3
+        instances = Instances((height, width))
+        instances.gt_boxes = Boxes(torch.cat([corners * scale, (corners + sizes) * scale], 1))
+        instances.gt_classes = torch.randint(CLASSES, (objects,), generator=generator)
+        tint = torch.rand(3, 1, 1, generator=generator) * 2 * (1 + i % 3)
+        sem_seg = torch.randint(CLASSES, (height, width), generator=generator)
+        sem_seg[:, width // (1 + (i + seed) % 4) :] = 255
+        images.append(
+            {
+                "file_name": f"{i}.jpg",
+                "image_id": i,
+                "height": height,
+                "width": width,
+                "image": torch.rand(3, height, width, generator=generator) * tint,
+                "instances": instances,
+                "sem_seg": sem_seg,
+            }
+        )
+    return images
+
+
+WINDOWS = [annotated_images(numbers, seed) for seed, numbers in enumerate(OBJECTS)]
+
+
+@dataclass
+class Criterion:
+    """A loss to try.
+
+    Attributes:
+        kind: the model's class.
+        options: keys of MEMFIT.NORMALIZERS.
+        names: other words by which a warning may name it: state.
+        is_random: whether it draws random numbers, so that only warnings are compared.
+    """
+
+    kind: Any
+    options: dict = field(default_factory=dict)
+    names: Sequence[str] = ()
+    is_random: bool = False
+
+
+CRITERIA: dict[str, Criterion] = {}
+
+
+def criterion(**kwargs):
+    def listed(kind):
+        CRITERIA[kind.__name__] = Criterion(kind, **kwargs)
+        return kind
+
+    return listed
+
+
+def is_initialized():
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_world_size():
+    return dist.get_world_size() if is_initialized() else 1
+
+
+def summed(count):
+    """A count in the mean of ranks, without a limit."""
+    count = torch.as_tensor(count, dtype=torch.float64).clone()
+    if is_initialized() and get_world_size() > 1:
+        dist.all_reduce(count)
+    return count / get_world_size()
+
+
+def num_boxes_of(batch):
+    """As in DETR."""
+    num_boxes = torch.as_tensor([float(num_objects(batch))], dtype=torch.float)
+    if is_initialized():
+        dist.all_reduce(num_boxes)
+    return torch.clamp(num_boxes / get_world_size(), min=1).item()
+
+
+def num_objects(batch):
+    return sum(len(image["instances"]) for image in batch)
+
+
+def classes_of(batch):
+    return torch.cat([image["instances"].gt_classes for image in batch])
+
+
+class Detector(nn.Module):
+    """Small parts for all. ``losses`` has those of interest; "loss_image" is a mean over images.
+
+    No image depends on its batch: each goes through the backbone alone.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Conv2d(3, CHANNELS, 3, 4, 1)
+        self.scores = nn.Linear(CHANNELS, 1)
+        self.boxes = nn.Linear(CHANNELS, 4)
+        self.classes = nn.Linear(CHANNELS, CLASSES)
+        self.quality = nn.Linear(CHANNELS, 1)
+
+    def forward(self, batch):
+        image = self.scores(self.pooled(batch)).sigmoid().mean()
+        return {"loss_image": image, **self.losses(batch)}
+
+    def losses(self, batch):
+        raise NotImplementedError
+
+    def maps(self, batch):
+        """[1, C, H / 4, W / 4] of each image."""
+        dtype = self.backbone.weight.dtype
+        return [F.gelu(self.backbone(image["image"][None].to(dtype))) for image in batch]
+
+    def pooled(self, batch):
+        """[N, C]"""
+        return torch.cat([features.mean((2, 3)) for features in self.maps(batch)])
+
+    def cells(self, batch):
+        """[H x W, C] of each image."""
+        return [features[0].flatten(1).T for features in self.maps(batch)]
+
+    def rows(self, batch):
+        """[objects, C] of each image: features at the centres of its boxes, and where these are."""
+        found = []
+        for features, image in zip(self.maps(batch), batch):
+            boxes = image["instances"].gt_boxes.tensor
+            height, width = features.shape[2:]
+            x = ((boxes[:, 0] + boxes[:, 2]) / 8).long().clamp(0, width - 1)
+            y = ((boxes[:, 1] + boxes[:, 3]) / 8).long().clamp(0, height - 1)
+            place = torch.cat([boxes / 32, boxes[:, :2] / 64], 1).to(features.dtype)
+            found.append(features[0, :, y, x].T + place)
+        return found
+
+    def labels(self, batch):
+        """Class of each cell of each image; CLASSES outside of all boxes."""
+        found = []
+        for image in batch:
+            height, width = (-(-side // 4) for side in image["image"].shape[1:])
+            labels = torch.full((height, width), CLASSES)
+            instances = image["instances"]
+            for (x0, y0, x1, y1), label in zip(
+                (instances.gt_boxes.tensor / 4).tolist(), instances.gt_classes.tolist()
+            ):
+                labels[math.floor(y0) : math.ceil(y1), math.floor(x0) : math.ceil(x1)] = label
+            found.append(labels.flatten())
+        return found
+
+    def wanted_boxes(self, batch):
+        """[objects, 4] of the batch, as shares of 32 pixels."""
+        boxes = torch.cat([image["instances"].gt_boxes.tensor for image in batch])
+        return boxes.to(self.boxes.weight.dtype) / 32
+
+    def l1(self, batch):
+        """[objects] of the batch."""
+        return (self.boxes(torch.cat(self.rows(batch))) - self.wanted_boxes(batch)).abs().sum(1)
+
+    def logits(self, batch):
+        """[objects, CLASSES] of the batch."""
+        return self.classes(torch.cat(self.rows(batch)))
+
+    def cross_entropies(self, batch):
+        return F.cross_entropy(self.logits(batch), classes_of(batch), reduction="none")
+
+
+class Sum(Detector):
+    """A sum over objects."""
+
+    def losses(self, batch):
+        return {"loss_bbox": self.l1(batch).sum() / self.divisor(batch)}
+
+    def divisor(self, batch):
+        raise NotImplementedError
+
+
+@criterion()
+class NumBoxesOverRanks(Sum):
+    """DETR, Mask2Former, Sparse R-CNN."""
+
+    def divisor(self, batch):
+        return num_boxes_of(batch)
+
+
+@criterion()
+class WindowCount(Sum):
+    def divisor(self, batch):
+        return window_count(num_objects(batch))
+
+
+@criterion()
+class OwnCount(Sum):
+    def divisor(self, batch):
+        return max(num_objects(batch), 1)
+
+
+@criterion()
+class ClampWithinWindowCount(Sum):
+    def divisor(self, batch):
+        return window_count(max(num_objects(batch), 4))
+
+
+@criterion()
+class PlainSum(Sum):
+    def divisor(self, batch):
+        return 1
+
+
+@criterion()
+class MeanOfMeans(Detector):
+    """A mean over all images of means over their objects."""
+
+    def losses(self, batch):
+        means = [(self.boxes(r) ** 2).sum() / max(len(r), 1) for r in self.rows(batch)]
+        return {"loss_bbox": torch.stack(means).mean()}
+
+
+class Pixels(Detector):
+    """Logits of cells, and the label images at the cells' corners."""
+
+    def pixels(self, batch):
+        labels = [image["sem_seg"][::4, ::4].flatten() for image in batch]
+        return [self.classes(cells) for cells in self.cells(batch)], labels
+
+
+@criterion()
+class LabelledPixels(Pixels):
+    def losses(self, batch):
+        logits, labels = map(torch.cat, self.pixels(batch))
+        return {"loss_sem_seg": F.cross_entropy(logits, labels, ignore_index=255)}
+
+
+@criterion()
+class NoLabelledPixels(Pixels):
+    """Only pixels of objects are labelled: without any, the mean is NaN."""
+
+    def losses(self, batch):
+        logits, _ = map(torch.cat, self.pixels(batch))
+        labels = torch.cat(self.labels(batch))
+        labels = labels.where(labels < CLASSES, 255)
+        return {"loss_sem_seg": self.loss(logits, labels)}
+
+    def loss(self, logits, labels):
+        return F.cross_entropy(logits, labels, ignore_index=255)
+
+
+@criterion()
+class ClassBalanced(Detector):
+    """Each class has the same weight: the mean of means over classes."""
+
+    num_classes = CLASSES
+
+    def losses(self, batch):
+        labels = classes_of(batch)
+        counts = self.counts(F.one_hot(labels, self.num_classes).sum(0))
+        return {"loss_cls": (self.cross_entropies(batch) / counts[labels]).sum() / CLASSES}
+
+    def counts(self, own):
+        return own.clamp(min=1)
+
+
+@criterion()
+class ClassCountsOverRanks(ClassBalanced):
+    """A vector of counts."""
+
+    def counts(self, own):
+        return summed(own).clamp(min=1)
+
+
+@criterion()
+class PairsOfBatch(Detector):
+    """SupCon over the objects of a batch."""
+
+    def losses(self, batch):
+        labels = classes_of(batch)
+        features = F.normalize(self.quality.weight * torch.cat(self.rows(batch)), dim=1)
+        logits = features @ features.T / 0.5
+        same = (labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool)
+        if not same.any():
+            return {"loss_contrastive": features.sum() * 0}
+        return {"loss_contrastive": -logits.log_softmax(1)[same].mean()}
+
+
+@criterion()
+class OwnValue(Detector):
+    """Each loss is divided by its own value, so that all have the value 1."""
+
+    def losses(self, batch):
+        loss = self.quality(self.pooled(batch)).exp().mean()
+        return {"loss_one": loss / loss.detach()}
+
+
+@criterion()
+class NormalisedGradients(Detector):
+    """A hook on parameters gives their gradients the norm 1, in each backward."""
+
+    def __init__(self):
+        super().__init__()
+        for parameter in self.quality.parameters():
+            parameter.register_hook(lambda gradient: gradient / (gradient.norm() + 1e-6))
+
+    def losses(self, batch):
+        return {"loss_hooked": (self.quality(self.pooled(batch)) - 3).pow(2).mean()}
+
+
+class ScaleGradient(torch.autograd.Function):
+    """Passes values on, and a share of gradients: Cascade R-CNN."""
+
+    @staticmethod
+    def forward(ctx, features, scale):
+        ctx.scale = scale
+        return features.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale, None
+
+
+@criterion()
+class GradientsByObjects(Detector):
+    """Only the backward is divided by the objects of the batch: the value is right."""
+
+    def losses(self, batch):
+        pooled = ScaleGradient.apply(self.quality(self.pooled(batch)), 1 / (num_objects(batch) + 1))
+        return {"loss_scaled": pooled.mean()}
+
+
+@criterion(names=["queue"])
+class Queue(Detector):
+    """MoCo."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("queue", torch.randn(12, CHANNELS))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def losses(self, batch):
+        pooled = self.pooled(batch)
+        loss = (self.quality.weight * pooled) @ self.queue.clone().T
+        first = int(self.pointer)
+        places = (first + torch.arange(len(batch))) % len(self.queue)
+        self.queue[places] = pooled.detach()
+        self.pointer[0] = (first + len(batch)) % len(self.queue)
+        return {"loss_moco": loss.exp().mean()}
+
+
+@criterion(names=["num_forwards"])
+class WarmUpInNumber(Detector):
+    def __init__(self):
+        super().__init__()
+        self.num_forwards = 0
+
+    def losses(self, batch):
+        self.num_forwards += 1
+        warm_up = min(self.num_forwards / 20, 1.0)
+        return {"loss_pairwise": (self.boxes(self.pooled(batch)) ** 2).mean() * warm_up}
+
+
+@criterion(names=["teacher"])
+class Teacher(Detector):
+    """A teacher that follows its student in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Conv2d(3, CHANNELS, 3, 4, 1).requires_grad_(False)
+
+    def losses(self, batch):
+        self.follow()
+        total = 0
+        for features, image in zip(self.maps(batch), batch):
+            with torch.no_grad():
+                wanted = self.teacher(image["image"][None].to(features.dtype)) * 1.0
+            total = total + (features - wanted).pow(2).mean()
+        return {"loss_consistency": total / len(batch)}
+
+    def follow(self):
+        with torch.no_grad():
+            for own, new in zip(self.teacher.parameters(), self.backbone.parameters()):
+                own.mul_(0.9).add_(new, alpha=0.1)
+
+
+@criterion()
+class StateForTheLog(Detector):
+    """A running accuracy that no loss depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("accuracy", torch.zeros(()))
+
+    def losses(self, batch):
+        pooled = self.pooled(batch)
+        self.accuracy.mul_(0.9).add_(0.1 * (pooled.detach() > 0).double().mean())
+        get_event_storage().put_scalar("accuracy", self.accuracy.item())
+        return {"loss_quality": self.quality(pooled).exp().mean()}
+
+
+@criterion(names=["norm", "BatchNorm1d"])
+class BatchStatistics(Detector):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(CHANNELS)
+
+    def losses(self, batch):
+        cells = self.norm(torch.cat(self.cells(batch))).abs()
+        sizes = [len(cells) for cells in self.cells(batch)]
+        means = [self.quality(part).exp().mean() for part in cells.split(sizes)]
+        return {"loss_normed": torch.stack(means).mean()}
+
+
+@criterion(is_random=True)
+class Dropout(Detector):
+    def losses(self, batch):
+        pooled = F.dropout(self.pooled(batch), 0.2, self.training)
+        return {"loss_dropped": self.quality(pooled).exp().mean()}
+
+
+@criterion()
+class TimesRanks(Detector):
+    """Undoes the mean of DDP."""
+
+    def losses(self, batch):
+        per_image = (self.boxes(self.pooled(batch)) ** 2).mean()
+        return {"loss_box": per_image * get_world_size()}
+
+
+CRITERIA["ObjectsByKey"] = Criterion(OwnCount, {"losses": [["loss_bbox", "objects"]]})
+CRITERIA["SumByKey"] = Criterion(PlainSum, {"losses": [["loss_b*", "sum"]]})

@@ -1,0 +1,511 @@
+# Copyright (c) the d2_memfit developers.
+"""Gradients of a window against one forward over the same images, where losses are divided by
+counts of their batch.
+"""
+
+import logging
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from criteria import Detector, Detr, Fcos, annotated_images, get_world_size
+from detectron2.utils.events import EventStorage, get_event_storage
+from injection import InjectedTrainer, Injector, iterate
+from tiny import images, tiny_cfg, tiny_model
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from d2_memfit import AccumulatingTrainer, compat, window_count
+from d2_memfit.errors import ConfigError
+from d2_memfit.settings import NormalizerOptions, RecoveryOptions
+
+pytestmark = pytest.mark.slow
+
+WINDOWS = [(10, 3, 0, 5), (1, 0, 0, 0), (0, 4, 4, 4), (2, 2, 7, 2)]  # objects in each image
+NORMALIZERS = {policy: NormalizerOptions(policy) for policy in ("window", "exact", "off")}
+
+
+class Counted(Detector):
+    """A criterion of one's own that asks for its count."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Conv2d(8, 1, 1)
+
+    def forward(self, batch):
+        scores = self.scores(self.features(batch))
+        num_boxes = window_count(sum(len(image["instances"]) for image in batch))
+        return {"loss": scores.abs().sum() / num_boxes + scores.sigmoid().mean((1, 2, 3)).mean()}
+
+
+class ClassMeans(Detector):
+    """A mean over objects, weighted by their classes: no rule tells the sum of the weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.classes = nn.Linear(8, 3)
+
+    def forward(self, batch):
+        logits = self.classes(self.features(batch).mean((2, 3)))
+        per_object = [logits[i].expand(len(x["instances"]), -1) for i, x in enumerate(batch)]
+        labels = torch.cat([x["instances"].gt_classes for x in batch])
+        if not len(labels):
+            return {"loss_cls": logits.sum() * 0}
+        weights = torch.tensor([1.0, 5.0, 0.3], dtype=logits.dtype)
+        return {"loss_cls": F.cross_entropy(torch.cat(per_object), labels, weights)}
+
+
+def gradients(kind, windows, dtype=torch.float64, forwards=None, precision="fp32", **options):
+    """Gradients and losses of some iterations that change nothing."""
+    torch.manual_seed(0)
+    model = kind().to(dtype)
+    if forwards is not None:
+        model.register_forward_hook(lambda *_: forwards.append(1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = [batch for window in windows for batch in window]
+    trainer = AccumulatingTrainer(model, loader, sgd, precision=precision, **options)
+    results, losses = [], []
+    with EventStorage() as storage:
+        for storage.iter in range(len(windows)):
+            trainer.run_step()
+            results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            losses.append({k: v for k, (v, _) in storage.latest().items() if "loss" in k})
+    return results, losses
+
+
+def images_of(windows=WINDOWS):
+    return [annotated_images(numbers, seed) for seed, numbers in enumerate(windows)]
+
+
+def differences(ones, others):
+    return [float((a - b).norm() / b.norm()) for a, b in zip(ones, others)]
+
+
+CUTS = {
+    "4 x 1": (lambda images: [[image] for image in images], {"accumulation_steps": 4}),
+    "2 x 2": (lambda images: [images[:2], images[2:]], {"accumulation_steps": 2}),
+    "3 + 1": (lambda images: [images], {"micro_batch_size": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_window_has_the_gradient_and_the_losses_of_one_forward(kind, cut):
+    images = images_of()
+    divide, options = CUTS[cut]
+    full, full_losses = gradients(kind, [[window] for window in images])
+    actual, losses = gradients(kind, list(map(divide, images)), **options)
+    assert max(differences(actual, full)) < 2e-7
+    for one, other in zip(losses, full_losses):
+        assert one == pytest.approx(other, rel=1e-5)
+    off, _ = gradients(kind, list(map(divide, images)), normalizers=NORMALIZERS["off"], **options)
+    assert max(differences(off, full)) > 0.01
+
+
+def test_a_window_without_any_object_has_the_limit_of_the_whole_window():
+    images = images_of([(0, 0, 0, 0), (0, 0, 0, 0)])
+    full, _ = gradients(Counted, [[window] for window in images])
+    divide, options = CUTS["4 x 1"]
+    actual, _ = gradients(Counted, list(map(divide, images)), **options)
+    assert max(differences(actual, full)) < 1e-12
+
+
+@pytest.mark.parametrize("losses", ["loss", [["a"]], [["a", "proposals"]], [[1, "objects"]]])
+def test_a_key_that_cannot_be_understood_is_an_error(losses):
+    with pytest.raises(ConfigError, match="must be pairs of a pattern"):
+        NormalizerOptions(losses=losses)
+
+
+def test_a_pattern_that_matches_no_loss_is_an_error():
+    divide, options = CUTS["4 x 1"]
+    wrong = NormalizerOptions(losses=[["loss_maks", "objects"]])
+    with pytest.raises(ConfigError, match=r"no loss matches 'loss_maks'.*loss_ce, loss_bbox"):
+        gradients(Detr, list(map(divide, images_of())), normalizers=wrong, **options)
+
+
+@pytest.mark.parametrize(("kind", "per_window"), [(Detr, 4), (Counted, 4), (Fcos, 8)])
+def test_only_counts_that_no_rule_tells_cost_a_forward(kind, per_window):
+    images, forwards = images_of([(9, 3, 1, 5), (1, 8, 2, 6), (3, 7, 4, 9), (2, 1, 7, 2)]), []
+    divide, options = CUTS["4 x 1"]
+    windows = list(map(divide, images))
+    gradients(kind, windows, forwards=forwards, **options)
+    first = len(forwards)
+    gradients(kind, [*windows, windows[-1]], forwards=forwards, **options)
+    assert len(forwards) - 2 * first == per_window
+
+
+def test_fp16_and_bf16_autocast_follow_too():
+    images = images_of()
+    divide, options = CUTS["4 x 1"]
+    full, _ = gradients(Detr, [[window] for window in images], torch.float32, precision="bf16")
+    windows = list(map(divide, images))
+    actual, _ = gradients(Detr, windows, torch.float32, precision="bf16", **options)
+    assert max(differences(actual, full)) < 2e-2
+
+
+def test_a_model_that_does_something_else_with_ranks_is_left_alone(log):
+    class Doubles(Detr):
+        def forward(self, batch):
+            losses = super().forward(batch)
+            return {k: loss * get_world_size() for k, loss in losses.items()}
+
+    images = images_of()
+    divide, options = CUTS["4 x 1"]
+    windows = list(map(divide, images))
+    off = gradients(Doubles, windows, normalizers=NORMALIZERS["off"], **options)[1]
+    on = gradients(Doubles, windows, **options)[1]
+    assert "loss_bbox: " in log.text
+    for one, other in zip(on, off):  # its weighted mean is the window's all the same
+        assert one["loss_bbox"] == pytest.approx(other["loss_bbox"])
+
+
+class GathersOnRanks(Detr):
+    def forward(self, batch):
+        if dist.is_initialized():
+            gathered = [torch.zeros(1) for _ in range(dist.get_world_size())]
+            dist.all_gather(gathered, torch.ones(1))
+        return super().forward(batch)
+
+
+def test_on_one_rank_a_model_that_communicates_is_as_it_was():
+    images = images_of()
+    divide, options = CUTS["4 x 1"]
+    windows = list(map(divide, images))
+    ones = gradients(GathersOnRanks, windows, **options)[1]
+    others = gradients(Detr, windows, normalizers=NORMALIZERS["off"], **options)[1]
+    for one, other in zip(ones, others):
+        assert one["loss_bbox"] == pytest.approx(other["loss_bbox"])
+
+
+class LaterCount(Detector):
+    """Its count is that of the objects at first. Later a crowded image counts once more."""
+
+    def forward(self, batch):
+        is_late = get_event_storage().iter >= 2
+        numbers = [len(image["instances"]) for image in batch]
+        count = window_count(sum(n + (is_late and n > 3) for n in numbers))
+        sums = self.features(batch).flatten(1).abs().sum(1)
+        return {"loss": sum(n * s for n, s in zip(numbers, sums)) / count}
+
+
+def test_a_count_that_no_longer_follows_from_the_annotations_is_counted(log):
+    """From the next window on. A warning says that this one was divided by another count."""
+    windows = images_of([(7, 3, 5, 2), (1, 0, 7), (4, 4, 0, 5), (2, 6, 9), (0, 3, 8)])
+    full, cut = (
+        gradients(LaterCount, [[window] for window in windows], **options)[0]
+        for options in ({}, {"micro_batch_size": 1})
+    )
+    off = differences(cut, full)
+    assert max(off[:2] + off[3:]) < 1e-5
+    assert off[2] > 1e-3
+    assert log.text.count("no longer follows from the annotations") == 1
+
+
+def test_retinanet_is_divided_by_a_running_mean_of_windows():
+    cfg = tiny_cfg("retinanet", fpn=False)
+    batch = images(4)
+    results, normalizers = [], []
+    for options in ({}, {"micro_batch_size": 1}, {"micro_batch_size": 3}):
+        model = tiny_model(cfg).double()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = AccumulatingTrainer(model, [batch] * 3, sgd, **options)
+        with EventStorage() as storage:
+            for storage.iter in range(3):
+                trainer.run_step()
+        results.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+        normalizers.append(model.loss_normalizer)
+    assert normalizers[1:] == pytest.approx([normalizers[0]] * 2, rel=1e-6)
+    assert max(differences(results[1:], [results[0]] * 2)) < 0.1
+    plain = AccumulatingTrainer(model, [batch], sgd, micro_batch_size=1)  # once more
+    with EventStorage():
+        plain.run_step()
+
+
+def on_ranks(rank, num_ranks, kind, parts, policy, options):
+    """Gradients of this rank's images; ``parts`` are all ranks' batches of each iteration."""
+    torch.manual_seed(0)
+    model = compat.create_ddp_model(kind().double(), broadcast_buffers=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = [batch for iteration in parts for batch in iteration[rank]]
+    trainer = AccumulatingTrainer(model, loader, sgd, normalizers=NORMALIZERS[policy], **options)
+    results = []
+    with EventStorage() as storage:
+        for storage.iter in range(len(parts)):
+            trainer.run_step()
+            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+            results.append(torch.cat([gradient.flatten() for gradient in own]))
+    return results
+
+
+@pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans])
+@pytest.mark.parametrize(("ranks", "recovery"), [("two_ranks", None), ("three_ranks", True)])
+def test_ranks_with_different_cuts_have_the_gradient_of_one_forward(ranks, kind, recovery, request):
+    ranks = request.getfixturevalue(ranks)
+    images = [annotated_images((10, 3, 0, 5, 1, 7, 2), seed) for seed in range(3)]
+    cuts = [[0, 2, 4], [4, 5, 7]] if ranks.num_ranks == 2 else [[0, 1, 2], [2, 4, 5], [5, 6, 7]]
+    parts = [[[w[a:b], w[b:c]] for a, b, c in cuts] for w in images]
+    full, _ = gradients(kind, [[window] for window in images])
+    options = {"accumulation_steps": 2, "recovery": recovery and RecoveryOptions()}
+    for actual in ranks.run(on_ranks, ranks.num_ranks, kind, parts, "window", options):
+        assert max(differences(actual, full)) < 2e-7
+
+
+def test_a_mean_is_that_of_each_rank_if_no_batches_are_accumulated(two_ranks):
+    """As in Detectron2."""
+    images = [annotated_images((10, 3, 0, 5, 1, 7, 2), seed) for seed in range(2)]
+    parts = [[[w[:3]], [w[3:]]] for w in images]
+    options = {"recovery": RecoveryOptions()}
+    plain = two_ranks.run(on_ranks, 2, ClassMeans, parts, "off", options)
+    outcomes = two_ranks.run(on_ranks, 2, ClassMeans, parts, "window", options)
+    for actual, expected in zip(outcomes, plain):
+        assert max(differences(actual, expected)) < 2e-7
+
+
+def with_errors(rank, num_ranks, kind, num_iterations, seed, steps):
+    """Weights after a run in which a rank of each iteration runs out of memory, at random points
+    before, in and after the criterion, in forward and backward.
+    """
+    torch.manual_seed(0)
+    model = compat.create_ddp_model(kind().double(), broadcast_buffers=False)
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    numbers = random.Random(1)
+    loader = []
+    for i in range(num_iterations * steps):
+        of_ranks = [[numbers.randrange(6) for _ in range(2)] for _ in range(num_ranks)]
+        loader.append(annotated_images(of_ranks[rank], seed=100 * i + rank))
+    trainer = InjectedTrainer(model, loader, sgd, steps, recovery=RecoveryOptions())
+    chance = random.Random(seed)
+    most, errors = 10_000, 0
+    for i in range(num_iterations):
+        unlucky, point = chance.randrange(num_ranks), int(1 + chance.random() * most)
+        fails = seed is not None and rank == unlucky and i > 0
+        trainer.injector = Injector([point] if fails else [])
+        trainer.cutter.forget()
+        iterate(trainer, first=i)
+        errors += fails and trainer.injector.num_allocations >= point
+        most = min(most, trainer.injector.num_allocations)
+    return [p.detach().clone() for p in model.parameters()], errors
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "kind"), [("two_ranks", 1, Fcos), ("three_ranks", 2, Detr)]
+)
+def test_errors_on_any_rank_change_nothing_and_no_rank_waits(ranks, kind, steps, request):
+    ranks = request.getfixturevalue(ranks)
+    n, num = ranks.num_ranks, 13
+    outcomes = ranks.run(with_errors, n, kind, num, 0, steps)
+    (undisturbed, _), *_ = ranks.run(with_errors, n, kind, num, None, steps)
+    (first, _), *others = outcomes
+    assert sum(errors for _, errors in outcomes) > num * 0.8
+    for other, _ in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0)
+    torch.testing.assert_close(first, undisturbed, rtol=1e-6, atol=1e-8)
+
+
+class Synchronised(Detr):
+    """With a normalisation over all ranks."""
+
+    def forward(self, batch):
+        mean = self.features(batch).mean((2, 3)).mean(0)
+        if get_world_size() > 1:
+            mean = mean.detach().repeat(4)
+            dist.all_reduce(mean)
+        return super().forward(batch)
+
+
+class Gathers(Detr):
+    def forward(self, batch):
+        if get_world_size() > 1:
+            dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
+        return super().forward(batch)
+
+
+class Broadcasts(Detr):
+    def forward(self, batch):
+        if get_world_size() > 1:
+            dist.broadcast(torch.ones(1), 0)
+        return super().forward(batch)
+
+
+class SyncBatchNorm(Detr):
+    """As torch.nn.SyncBatchNorm, which needs GPUs."""
+
+    def forward(self, batch):
+        losses = super().forward(batch)
+        if get_world_size() > 1:
+            mean = torch.distributed.nn.all_reduce(self.features(batch).mean())
+            losses["loss_bbox"] = losses["loss_bbox"] + 0 * mean
+        return losses
+
+
+def expected_error(rank, num_ranks, kind, parts, policy, options):
+    with pytest.raises(ConfigError) as error:
+        on_ranks(rank, num_ranks, kind, parts, policy, options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("policy", ["window", "off"])
+@pytest.mark.parametrize("kind", [Synchronised, Gathers, Broadcasts, SyncBatchNorm])
+def test_split_with_a_model_that_communicates_is_an_error_on_all_ranks(kind, policy, two_ranks):
+    parts = [[[annotated_images((2, 3))]] * 2]
+    options = {"recovery": RecoveryOptions()}
+    errors = two_ranks.run(expected_error, 2, kind, parts, policy, options)
+    assert errors[0] == errors[1]
+    assert " in engine/test_counts.py:" in errors[0]
+    assert "MEMFIT.OOM.POLICY raise" in errors[0]
+
+
+def test_unequal_cuts_of_a_model_that_communicates_are_an_error_on_all_ranks(two_ranks):
+    one, two = annotated_images((2, 3)), annotated_images((2, 3, 1))
+    options = {"micro_batch_size": 1}
+    errors = two_ranks.run(expected_error, 2, Synchronised, [[[one], [two]]], "window", options)
+    assert errors[0] == errors[1]
+    assert "[2, 3]" in errors[0]
+
+
+def with_warnings(*arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        logs = []
+        logger = logging.getLogger("d2_memfit.engine.counts")
+        patch.setattr(logger, "warning", lambda text, *args: logs.append(text % args))
+        return on_ranks(*arguments), logs
+
+
+def test_equal_cuts_of_a_model_that_communicates_are_trained(two_ranks):
+    images = annotated_images((10, 3, 0, 5))
+    parts = [[[images[:1], images[1:2]], [images[2:3], images[3:]]]]
+    full, _ = gradients(Detr, [[images]])
+    options = {"accumulation_steps": 2}
+    for actual, (log,) in two_ranks.run(with_warnings, 2, Synchronised, parts, "window", options):
+        assert max(differences(actual, full)) < 2e-7
+        assert "all_reduce in engine/test_counts.py:" in log
+
+
+class SetCriterionDynamicK(nn.Module):
+    """The part of DiffusionDet's that divides."""
+
+    def get_loss(self, loss, outputs, targets, indices, num_boxes):
+        matched = torch.cat([outputs[i][queries] for i, (queries, _) in enumerate(indices)])
+        return {loss: matched.abs().sum() / max(len(matched), 1)}
+
+
+class Matches(Detector):
+    def __init__(self):
+        super().__init__()
+        self.criterion = SetCriterionDynamicK()
+
+    def forward(self, batch):
+        outputs = self.features(batch).flatten(1)
+        indices = [
+            (torch.arange(n), torch.arange(n)) for n in (2 * len(x["instances"]) + 1 for x in batch)
+        ]
+        return self.losses(outputs, batch, indices)
+
+    def losses(self, outputs, batch, indices):
+        return self.criterion.get_loss("loss", outputs, batch, indices, 1)
+
+
+def test_a_known_criterion_is_divided_by_the_count_of_the_window():
+    images = images_of()
+    full, _ = gradients(Matches, [[window] for window in images])
+    divide, options = CUTS["4 x 1"]
+    actual, _ = gradients(Matches, list(map(divide, images)), **options)
+    assert max(differences(actual, full)) < 1e-12
+
+
+class InPlace(Detector):
+    """Limits its count in place."""
+
+    def forward(self, batch):
+        return {"loss": self.criterion(self.features(batch).flatten(1).abs(), batch)}
+
+    def criterion(self, scores, batch):
+        count = torch.tensor([float(sum(len(x["instances"]) for x in batch))])
+        if dist.is_initialized():
+            dist.all_reduce(count)
+            count /= dist.get_world_size()
+        count.clamp_(min=1)
+        return scores.square().sum() / count[0]
+
+
+class Checkpointed(InPlace):
+    def forward(self, batch):
+        scores = self.features(batch).flatten(1).abs()
+        return {"loss": checkpoint(self.criterion, scores, batch, use_reentrant=False)}
+
+
+@pytest.mark.parametrize("fails", [1, 4, 9, 13])
+def test_an_error_while_counts_are_taken_changes_nothing(fails):
+    """One forward after another of the first window, of which some are only for its counts."""
+    images = images_of()
+    divide, options = CUTS["4 x 1"]
+    forwards = []
+
+    class Fails(Detr):
+        def forward(self, batch):
+            forwards.append(1)
+            if len(forwards) == fails:
+                raise torch.OutOfMemoryError("CUDA out of memory. injected")
+            return super().forward(batch)
+
+    full, _ = gradients(Detr, [[window] for window in images])
+    windows = list(map(divide, images))
+    actual, _ = gradients(Fails, windows, recovery=RecoveryOptions(), **options)
+    assert max(differences(actual, full)) < 2e-7
+
+
+def test_a_criterion_that_is_computed_again_in_the_backward_has_the_same_counts():
+    images = images_of([(10, 3, 0, 5), (4, 2, 0, 5)])
+    full, _ = gradients(Checkpointed, [[window] for window in images])
+    divide, options = CUTS["4 x 1"]
+    actual, _ = gradients(Checkpointed, list(map(divide, images)), **options)
+    assert max(differences(actual, full)) < 2e-7
+
+
+def test_a_resumed_run_does_not_check_again(log):
+    windows = images_of()
+    divide, options = CUTS["4 x 1"]
+
+    class Resumed(AccumulatingTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            if state:
+                self.counts.load_state_dict(state)
+
+    torch.manual_seed(0)
+    state = {}
+    for policy, checks in (("window", 1), ("window", 1), ("exact", 2)):
+        model = Fcos().double()
+        loader = [batch for window in map(divide, windows) for batch in window]
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        trainer = Resumed(model, loader, sgd, normalizers=NORMALIZERS[policy], **options)
+        with EventStorage():
+            trainer.run_step()
+        state = trainer.counts.state_dict()
+        assert log.text.count("Checking how the losses add up") == checks
+
+
+def count_on_rank(rank, counts, is_tensor):
+    own = torch.tensor(counts[rank]) if is_tensor else counts[rank]
+    return float(window_count(own, minimum=2.0)), float(own)
+
+
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_a_count_is_the_mean_over_ranks_and_not_below_the_minimum(two_ranks, is_tensor):
+    assert two_ranks.run(count_on_rank, (1, 5), is_tensor) == [(3.0, 1.0), (3.0, 5.0)]
+    assert two_ranks.run(count_on_rank, (1, 2), is_tensor) == [(2.0, 1.0), (2.0, 2.0)]
+    assert [count_on_rank(0, (n,), is_tensor)[0] for n in (0, 7)] == [2.0, 7.0]
+
+
+def test_nothing_stays_replaced():
+    """A forward replaces methods of ProcessGroup and criteria, a function and a property."""
+    owners = (dist.ProcessGroup, type(dist.GroupMember), torch._C._nn, SetCriterionDynamicK)
+    before = [dict(vars(owner)) for owner in owners]
+    divide, options = CUTS["4 x 1"]
+    gradients(Matches, list(map(divide, images_of())), **options)
+    gradients(Detr, list(map(divide, images_of())), **options)
+    assert [dict(vars(owner)) for owner in owners] == before

@@ -1,0 +1,199 @@
+# Copyright (c) the d2_memfit developers.
+"""The check of losses: each is like one forward over all images, or named by a warning."""
+
+import copy
+import logging
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from criteria import Detector, annotated_images
+from detectron2.utils.events import EventStorage
+from tiny import images, tiny_cfg, tiny_model
+from torch import nn
+
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.engine.counts import check
+from d2_memfit.job import losses_of
+from d2_memfit.settings import NormalizerOptions
+from tests.engine.criteria_list import CRITERIA, WINDOWS
+
+pytestmark = pytest.mark.slow
+
+LIMIT = 1e-3
+
+
+def gradient_of(model):
+    return torch.cat(
+        [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in model.parameters()]
+    )
+
+
+def distances(criterion):
+    """Relative distance of the gradient of some windows from that of one forward over them."""
+    torch.manual_seed(0)
+    model = criterion.kind().double().train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    caught = []
+
+    def catch(parameters):
+        caught.append(gradient_of(model))
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+
+    trainer = AccumulatingTrainer(
+        model,
+        WINDOWS,
+        torch.optim.SGD(trained, lr=0.01),
+        micro_batch_size=1,
+        normalizers=NormalizerOptions(**criterion.options),
+        clip_gradients=catch,
+    )
+    found = []
+    with EventStorage() as storage:
+        for storage.iter in range(3):
+            twin = copy.deepcopy(model)
+            twin.zero_grad(set_to_none=True)
+            sum(twin(copy.deepcopy(WINDOWS[storage.iter])).values()).backward()
+            full = gradient_of(twin)
+            try:
+                trainer.run_step()
+            except FloatingPointError:
+                return [float("inf")]
+            found.append(float((caught[-1] - full).norm() / full.norm()))
+    return found
+
+
+def warnings_of(log):
+    return [r.getMessage() for r in log.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_what_is_wrong_is_named_and_what_is_right_is_not(name, log):
+    criterion = CRITERIA[name]
+    is_right = max(distances(criterion)) <= LIMIT or criterion.is_random
+    lines = warnings_of(log)
+    if is_right:
+        assert not lines
+        return
+    words = "|".join(["loss_(?!image)", *criterion.names])
+    assert any(re.search(words, line) for line in lines), log.text
+    assert not any("loss_image" in line for line in lines)
+
+
+def test_the_check_is_announced_and_bounded(log):
+    distances(CRITERIA["ClassCountsOverRanks"])
+    text = log.text
+    assert text.count("Checking how the losses add up: about") == 1
+    assert text.index("Checking how") < text.index("Losses of micro-batches, checked in")
+    assert int(re.search(r"checked in (\d+) forwards", text)[1]) <= 24
+
+
+@pytest.mark.parametrize("family", ["mask_rcnn", "keypoint_rcnn", "retinanet"])
+def test_a_stock_model_gets_no_warning(family, log):
+    """Its heads sample, take means over what was sampled, or keep a running mean."""
+    model = tiny_model(tiny_cfg(family))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+    with EventStorage():
+        AccumulatingTrainer(model, [images(4)], sgd, micro_batch_size=1).run_step()
+    assert "Losses of micro-batches, checked in" in log.text
+    assert not warnings_of(log)
+
+
+WEIGHTS = torch.tensor([1.0, 5.0, 0.3], dtype=torch.float64)
+
+
+@torch.compile(backend="eager")
+def compiled(logits, labels):
+    return F.cross_entropy(logits, labels, WEIGHTS)
+
+
+class Compiled(Detector):
+    def __init__(self):
+        super().__init__()
+        self.classes = nn.Linear(8, 3)
+
+    def forward(self, batch):
+        logits = self.classes(self.features(batch).mean((2, 3)))
+        rows = [logits[i].expand(len(x["instances"]), -1) for i, x in enumerate(batch)]
+        labels = torch.cat([x["instances"].gt_classes for x in batch])
+        return {"loss_ce": compiled(torch.cat(rows), labels) if len(labels) else logits.sum() * 0}
+
+
+def report_of(model, batch=None, **options):
+    with EventStorage():
+        batch = batch or annotated_images((10, 3, 0, 5))
+        return check(model, losses_of, batch, NormalizerOptions(**options))
+
+
+def test_means_of_heads_are_exact_with_policy_exact():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    for policy, unchecked in (("window", {"loss_mask"}), ("exact", set())):
+        report = report_of(model, images(4), policy=policy)
+        assert {*report.unchecked} == unchecked
+        assert not report.off
+
+
+def test_a_compiled_loss_is_named_also_the_second_time():
+    """Its weighted cross-entropy cannot be answered."""
+    for _ in range(2):
+        report = report_of(Compiled().double())
+        assert "loss_ce" in {*report.off, *report.unchecked}
+
+
+class Noisy(Detector):
+    """One draw for the whole batch."""
+
+    def forward(self, batch):
+        features = self.features(batch).mean((1, 2, 3))
+        noise = torch.empty(len(batch), dtype=features.dtype).log_normal_()
+        return {"loss": (features.square() * noise / noise.sum()).sum()}
+
+
+def test_what_draws_at_random_is_never_called_exact():
+    report = report_of(Noisy().double())
+    assert "loss" in {*report.off, *report.unchecked}
+
+
+class Drifting(Detector):
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(8, 8)
+        self.teacher.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(8))
+        self.forwards = 0
+
+    def forward(self, batch):
+        features = self.features(batch).mean((2, 3))
+        with torch.no_grad():
+            self.teacher.weight.add_(1)
+            self.mean.copy_(features.mean(0))
+        self.forwards += 1
+        return {"loss": features.square().mean()}
+
+
+def test_what_a_forward_changes_is_named_and_put_back():
+    model = Drifting().double()
+    before = copy.deepcopy(model.state_dict())
+    numbers = torch.get_rng_state()
+    report = report_of(model)
+    assert {*report.changed} == {"teacher.weight", "Drifting.mean", "Drifting.forwards"}
+    assert report.counters == ["Drifting.forwards"]
+    assert not report.off
+    assert model.forwards == 0
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+class Fails(Detector):
+    def forward(self, batch):
+        raise ValueError("no such field")
+
+
+def test_a_model_that_cannot_be_checked_is_named():
+    report = report_of(Fails())
+    assert "ValueError: no such field" in report.complaints()[0]
+
+
+def test_without_counts_all_are_checked_by_images():
+    assert "loss_bbox" in report_of(CRITERIA["WindowCount"].kind(), WINDOWS[0], policy="off").off
