@@ -13,7 +13,7 @@ from torch import nn
 
 from ..common.snapshot import Snapshot
 from ..engine.collectives import Collective, noticed_collectives, second_rank_pretended
-from ..engine.evaluating import recovering_inference
+from ..engine import recovering_inference
 from ..engine.loss_check import changed_by_forward, state_of
 from ..errors import MemfitError
 from ..job import Job

@@ -80,7 +80,7 @@ def add(trainer, moment, act):
     elif moment == "last hook":
         trainer.register_hooks([hooks.CallbackHook(after_step=lambda _: act())])
     else:
-        before(trainer, {"start": "_state", "vote": "_vote"}[moment])
+        before(trainer, {"start": "_start", "vote": "_vote"}[moment])
 
 
 def run(rank, folder, start, moment="", cause="", iteration=None, signalled_rank=0):

@@ -29,11 +29,11 @@ from detectron2.utils import comm
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.common.snapshot import Snapshot
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.engine import launch
 from d2_memfit.engine.window import MicroBatch
 from d2_memfit.settings import RecoveryOptions
-from d2_memfit.techniques.support import ModuleState
 
 from .common import Side, coins, machine, markdown_table, take_turns
 
@@ -83,7 +83,7 @@ def state_of_model(rounds: int) -> str:
         seconds = []
         for _ in range(rounds + 1):
             start = time.perf_counter()
-            ModuleState(model, changed)
+            Snapshot(model, changed)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
