@@ -245,7 +245,7 @@ class _Check:
         seconds = 8 * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
         if set(found.changed) - {*found.counters}:  # a queue fills
-            self._run(self._apart[:1] * 4, found, backward=False)
+            self._run([*self._apart, *self._apart[:1]], found, backward=False)
         self._state = Snapshot(self._model, found.changed_weights(self._model))
         whole = self._run(self._together)
         if self._patterns is not None:
