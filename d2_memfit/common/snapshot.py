@@ -48,11 +48,11 @@ class Snapshot:
         self._random.restore()
         for weight, data, saved in self._weights:
             weight.data = data.copy_(saved)
-        for module, kept, buffers, saved in self._parts:
+        for module, kept, buffers, clones in self._parts:
             own = buffers_by_name(module)
             own.clear()
             own.update(buffers)
-            for name, value in saved.items():
+            for name, value in clones.items():
                 buffers[name].data.copy_(value)
             for name in vars(module).keys() - kept.keys() - _MANAGED:
                 del vars(module)[name]
