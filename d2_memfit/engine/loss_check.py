@@ -494,7 +494,7 @@ def _print_of(value: Any, depth: int = 3) -> Any:
         tensor = torch.as_tensor(value).detach().to_dense()
         if tensor.numel() == 1:
             return tensor.item()
-        return zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy())
+        return zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     value = list(value.items()) if isinstance(value, Mapping) else value
     if depth and isinstance(value, (list, tuple, deque)):
         return [_print_of(v, depth - 1) for v in value]
