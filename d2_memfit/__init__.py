@@ -9,8 +9,8 @@ from .environment import missing
 
 if TYPE_CHECKING:
     from .config import add_memfit_config, get_cfg
-    from .engine.counts import window_count
     from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
+    from .engine.counts import window_count
     from .job import Job
     from .planner import fit_config
     from .planner.estimates import estimate_memory

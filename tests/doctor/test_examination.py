@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import ROOT, tiny_cfg
+from tiny import tiny_cfg
 from torch import nn
 
 from d2_memfit import Job
