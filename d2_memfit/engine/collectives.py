@@ -70,7 +70,8 @@ class Collective:
         op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
         factor = num_ranks if op == dist.ReduceOp.SUM else 1 if op == dist.ReduceOp.AVG else None
         self.scale = factor if "reduce" in name and not sent else None
-        self.module, inner = "no module", []
+        self.module = "no module"
+        inner: list[Any] = []
         for frame in _frames():
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module):
