@@ -12,8 +12,8 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..common.snapshot import Snapshot
-from ..engine.collectives import Collective, noticed_collectives, second_rank_pretended
 from ..engine import recovering_inference
+from ..engine.collectives import Collective, noticed_collectives, second_rank_pretended
 from ..engine.loss_check import changed_by_forward, state_of
 from ..errors import MemfitError
 from ..job import Job

@@ -54,6 +54,7 @@ class Collective:
     Attributes:
         name: as in ``torch.distributed``.
         place: where the model's code calls it.
+        module: class of the innermost module that calls it.
         tensors: the tensors that the call changes in place.
         num_ranks: those of its group.
         scale: factor by which it multiplies a value that all ranks have: the ranks of its group
@@ -69,12 +70,16 @@ class Collective:
         op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
         factor = num_ranks if op == dist.ReduceOp.SUM else 1 if op == dist.ReduceOp.AVG else None
         self.scale = factor if "reduce" in name and not sent else None
-        in_module = takewhile(
-            lambda f: not isinstance(f.f_locals.get("self"), nn.Module), _frames()
-        )
+        self.module = "no module"
+        inner: list[Any] = []
+        for frame in _frames():
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                self.module = type(owner).__name__
+                break
+            inner += frame.f_locals.values()
         # In a function with its own backward.
-        contexts = (v for f in in_module for v in f.f_locals.values())
-        has_gradient = any(isinstance(v, torch.autograd.function.FunctionCtx) for v in contexts)
+        has_gradient = any(isinstance(v, torch.autograd.function.FunctionCtx) for v in inner)
         self.is_count = (
             self.name == "all_reduce"
             and self.scale is not None
@@ -92,9 +97,8 @@ class Collective:
         return self.scale is not None or self.name in ("barrier", "broadcast", "reduce")
 
     def __str__(self) -> str:
-        return "{} in {}:{}".format(
-            self.name, *(self.place or [("a file that is not known", 0)])[0]
-        )
+        file, line = self.place[0] if self.place else ("a file that is not known", 0)
+        return f"{self.name} in {file}:{line} ({self.module})"
 
 
 @contextmanager

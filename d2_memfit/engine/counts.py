@@ -351,6 +351,8 @@ class Counts:
                 found = self._checked(window.images_waiting, most_images=largest)
             except ConfigError as e:
                 found = str(e)
+            except Exception as e:  # there was no memory to begin; the other ranks wait
+                found = LossReport(unchecked={"losses": error_line(e)})
         report = comm.all_gather(found)[tester]
         if isinstance(report, str):
             raise ConfigError(report)

@@ -244,7 +244,7 @@ class _Check:
         seconds = 8 * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
         if set(found.changed) - {*found.counters}:  # a queue fills
-            self._run(self._apart[:1] * 4, found, backward=False)
+            self._run([*self._apart, *self._apart[:1]], found, backward=False)
         self._state = Snapshot(self._model, found.changed_weights(self._model))
         whole = self._run(self._together)
         if self._patterns is not None:
@@ -493,7 +493,7 @@ def _print_of(value: Any, depth: int = 3) -> Any:
         tensor = torch.as_tensor(value).detach().to_dense()
         if tensor.numel() == 1:
             return tensor.item()
-        return zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy())
+        return zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     value = list(value.items()) if isinstance(value, Mapping) else value
     if depth and isinstance(value, (list, tuple, deque)):
         return [_print_of(v, depth - 1) for v in value]
