@@ -8,9 +8,8 @@ from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer
 from .ending import SaveOnEnding
 from .evaluating import evaluating
-from .hooks import LeakDetector, MemoryMonitor, MemorySnapshot
+from .hooks import GatherStates, LeakDetector, MemoryMonitor, MemorySnapshot
 from .launch import launch, usable_device, world_size
-from .run_state import GatherStates
 from .train_loop import AccumulatingTrainer
 
 __all__ = [

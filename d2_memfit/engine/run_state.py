@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
 import torch
-from detectron2.engine import HookBase, SimpleTrainer, TrainerBase
+from detectron2.engine import SimpleTrainer, TrainerBase
 from detectron2.utils import comm
 from torch import nn
 
@@ -16,7 +16,7 @@ from ..techniques import ShardedOptimizer
 from .batches import ResumableBatches, UnknownLoader
 from .ending import call_after_train, saved_at_end
 
-__all__ = ["GatherStates", "ResumableTrainer", "last_iteration"]
+__all__ = ["ResumableTrainer", "last_iteration"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class ResumableTrainer(SimpleTrainer):
     """A ``SimpleTrainer`` that trains the same, with a :class:`RunState` in its checkpoints.
 
     On several ranks, all must call :meth:`gather_states` before rank 0 saves. The hook
-    :class:`GatherStates` does this.
+    ``GatherStates`` does this.
 
     Attributes:
         run: a :class:`~d2_memfit.engine.build.Run`, which begins with ``train``, or with the first
@@ -102,22 +102,6 @@ class ResumableTrainer(SimpleTrainer):
 def last_iteration(trainer: TrainerBase) -> int:
     """The last iteration. After training, when hooks may save, ``trainer.iter`` is one more."""
     return min(trainer.iter, getattr(trainer, "max_iter", trainer.iter + 1) - 1)
-
-
-class GatherStates(HookBase):
-    """Calls the trainer's ``gather_states`` just before a hook of any rank saves or evaluates.
-
-    Only rank 0 writes checkpoints, and they contain the states of all ranks. A run may end in an
-    evaluation. Register this hook on all ranks, before the hooks that save.
-    """
-
-    def before_train(self) -> None:
-        self._periods = set().union(*comm.all_gather(compat.periods_of_states(self.trainer)))
-
-    def after_step(self) -> None:
-        done = self.trainer.iter + 1
-        if done >= self.trainer.max_iter or any(done % period == 0 for period in self._periods):
-            self.trainer.gather_states()
 
 
 class RunState:

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import threading
 from contextlib import ExitStack
 from typing import Any, Optional
 
@@ -13,7 +14,6 @@ from detectron2.utils.file_io import PathManager
 from ...compat.pytorch import dump_memory_snapshot, record_memory_history
 from ...errors import ConfigError
 from ...memory import OwnerMeter, live_tensors, used_bytes
-from ..ending import handled
 from .memory_hook import MemoryHook
 
 __all__ = ["MemorySnapshot"]
@@ -65,8 +65,9 @@ class MemorySnapshot(MemoryHook):
             self._undo.callback(observers.remove, self._write_oom)
             self._record_history(True)
         self._undo.callback(self._record_history, False)
-        if hasattr(signal, "SIGUSR1"):
-            self._undo.enter_context(handled([signal.SIGUSR1], self._ask))
+        if hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread():
+            former = signal.signal(signal.SIGUSR1, self._ask)
+            self._undo.callback(signal.signal, signal.SIGUSR1, former or signal.SIG_DFL)
 
     def before_step(self) -> None:
         if self._is_asked_for or self.trainer.iter == self._iteration:

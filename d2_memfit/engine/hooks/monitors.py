@@ -4,15 +4,15 @@
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 
+from ... import compat
 from ...job import Job
-from ..run_state import GatherStates
 from .enforce_budget import EnforceBudget
 from .leak_detector import LeakDetector
 from .memory_monitor import MemoryMonitor
 from .memory_snapshot import MemorySnapshot
 from .peak_recorder import PeakRecorder
 
-__all__ = ["job_hooks"]
+__all__ = ["GatherStates", "job_hooks"]
 
 
 def job_hooks(job: Job) -> list[HookBase]:
@@ -35,3 +35,19 @@ def job_hooks(job: Job) -> list[HookBase]:
     if comm.is_main_process():
         made.append(PeakRecorder(job))
     return made
+
+
+class GatherStates(HookBase):
+    """Calls the trainer's ``gather_states`` just before a hook of any rank saves or evaluates.
+
+    Only rank 0 writes checkpoints, and they contain the states of all ranks. A run may end in an
+    evaluation. Register this hook on all ranks, before the hooks that save.
+    """
+
+    def before_train(self) -> None:
+        self._periods = set().union(*comm.all_gather(compat.periods_of_states(self.trainer)))
+
+    def after_step(self) -> None:
+        done = self.trainer.iter + 1
+        if done >= self.trainer.max_iter or any(done % period == 0 for period in self._periods):
+            self.trainer.gather_states()
