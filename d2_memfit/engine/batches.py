@@ -213,7 +213,8 @@ class _Received(Iterator[Any]):
         self.source = iter(self._loader)
         # Garbage collection takes the queues of an iterator in a cycle first: each of its workers
         # is then waited for, 5 s. So a trainer's cycles do not have it.
-        Finalize(self, _end_workers, [self.source], exitpriority=0)  # also at a rank's exit
+        # At the exit of a rank, before its queues are closed (with priority 10).
+        Finalize(self, _end_workers, [self.source], exitpriority=100)
 
     def __next__(self) -> Any:
         if self.source is None:
@@ -235,11 +236,13 @@ class _Received(Iterator[Any]):
 
 def _end_workers(source: Iterator[Any]) -> None:
     """End the workers of a loader's iterator. They hear no SIGTERM, which PyTorch would send."""
-    shut_down(source)
     with worker_deaths_wait():
-        for worker in set(workers_of(source)) & set(multiprocessing.active_children()):
-            worker.kill()
-            worker.join()
+        try:
+            shut_down(source)
+        finally:
+            for worker in set(workers_of(source)) & set(multiprocessing.active_children()):
+                worker.kill()
+                worker.join()
 
 
 def _grouped(received: _Received, size: int) -> Iterator[Any]:

@@ -275,7 +275,7 @@ class SaveOnEnding(HookBase):
         self._inner.stop_signal = self._inner.stop_signal or number
         while frame is not None:
             if isinstance(frame.f_locals.get("self"), EvalHook):
-                raise SystemExit(128 + number)
+                end_by_signal(number)
             frame = frame.f_back
 
     def before_step(self) -> None:
