@@ -14,7 +14,7 @@ from types import (
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -58,70 +58,101 @@ class Snapshot:
     Args:
         model: without DDP around it.
         weights: parameters, or larger tensors, that forwards change.
+        modules: parts of the model; None for all.
     """
 
-    def __init__(self, model: nn.Module, weights: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Iterable[torch.Tensor] = (),
+        modules: Optional[Iterable[nn.Module]] = None,
+    ) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._random = RandomState(device)
         self._weights = [(w, w.data, w.detach().clone()) for w in weights]
-        self._attributes: list[tuple[dict[str, Any], set[str], dict[str, Any]]] = []
-        self._contents: list[tuple[Any, Any]] = []  # values, and what was in them
-        self._own: list[tuple[Any, Any]] = []
-        self.modules: list[nn.Module] = []
+        self._parts: list[_Part] = []
         known: dict[int, Any] = {}
-        waiting = deque(model.modules())
+        waiting = deque(model.modules() if modules is None else modules)
         while waiting:
             module = waiting.popleft()
             if id(module) not in known:
                 known[id(module)] = module
-                self.modules.append(module)
-                if not isinstance(module, FrozenBatchNorm2d):
-                    buffers = module._buffers
-                    self._contents += [(b, b.detach().clone()) for b in module.buffers(False)]
-                    self._contents.append((buffers, dict(buffers)))
-                if hasattr(type(module), "save_for_retry"):
-                    self._own.append((module, module.save_for_retry()))
-                else:
-                    waiting.extend(self._save_attributes(vars(module), known))
+                self._parts.append(_Part(module, known))
+                waiting.extend(self._parts[-1].modules)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [part.module for part in self._parts]
 
     def restore(self) -> None:
         """Put the state back. This may be repeated, also between forward and backward."""
         self._random.restore()
         for weight, data, saved in self._weights:
             weight.data = data.copy_(saved)
-        for attributes, names, kept in self._attributes:
-            for name in attributes.keys() - names:  # the forward added it
-                del attributes[name]
-            attributes.update(kept)
-        for value, content in self._contents:
-            _put_back(value, content)
-        for module, state in self._own:
-            module.restore_for_retry(state)
+        for part in self._parts:
+            part.restore()
 
     def changed_weights(self) -> list[torch.Tensor]:
         """Those of the weights that differ now."""
         return [w for w, _, saved in self._weights if not torch.equal(w.detach(), saved)]
 
-    def _save_attributes(
-        self, attributes: dict[str, Any], known: dict[int, Any]
-    ) -> list[nn.Module]:
-        """Save a module's attributes; return the modules to which they lead."""
-        modules: list[nn.Module] = []
-        kept = {}
-        for name, value in attributes.items():
-            if name in _OF_MODULES:
-                continue
+    def changed_modules(self) -> list[nn.Module]:
+        """Those whose buffers or attributes differ now."""
+        return [part.module for part in self._parts if part.has_changed()]
+
+
+class _Part:
+    """The buffers and attributes of one module.
+
+    Args:
+        known: values that are saved already, by their ids; those of this module are added.
+
+    Attributes:
+        modules: those to which only an attribute leads, and their parts.
+    """
+
+    def __init__(self, module: Any, known: dict[int, Any]) -> None:
+        self.module = module
+        self.modules: list[nn.Module] = []
+        self._contents: list[tuple[Any, Any]] = []  # values, and what was in them
+        if not isinstance(module, FrozenBatchNorm2d):
+            self._contents = [(b, b.detach().clone()) for b in module.buffers(recurse=False)]
+            self._contents.append((module._buffers, dict(module._buffers)))
+        self._names = set(vars(module))
+        self._kept: dict[str, Any] = {}
+        self._saves_itself = hasattr(type(module), "save_for_retry")
+        self._own = module.save_for_retry() if self._saves_itself else None
+        for name, value in () if self._saves_itself else plain_attributes(module):
             if type(value) not in _CONSTANT:
                 found: dict[int, Any] = {}
                 try:
-                    _find(value, found, modules, known)
+                    _find(value, found, self.modules, known)
                 except _LeftAloneError:
                     continue
                 known.update(found)
                 self._contents += [(v, _content(v)) for v in found.values()]
-            kept[name] = value
-        self._attributes.append((attributes, set(attributes), kept))
-        return [part for module in modules for part in module.modules()]
+            self._kept[name] = value
+        self.modules = [part for hidden in self.modules for part in hidden.modules()]
+
+    def restore(self) -> None:
+        attributes = vars(self.module)
+        for value, content in self._contents:
+            _put_back(value, content)
+        if self._saves_itself:
+            self.module.restore_for_retry(self._own)
+            return
+        for name in attributes.keys() - self._names:  # the forward added it
+            del attributes[name]
+        attributes.update(self._kept)
+
+    def has_changed(self) -> bool:
+        attributes = vars(self.module)
+        return (
+            self._saves_itself
+            or attributes.keys() != self._names
+            or any(attributes[name] is not value for name, value in self._kept.items())
+            or not all(_is_same(_content(value), content) for value, content in self._contents)
+        )
 
 
 def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

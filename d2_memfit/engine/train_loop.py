@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..common.checks import check_positive_int
-from ..common.random_state import RandomState
 from ..common.snapshot import Snapshot
 from ..errors import ConfigError, OutOfMemoryError
 from ..job import LossFn, losses_of
@@ -143,6 +142,8 @@ class AccumulatingTrainer(ResumableTrainer):
         self.gather_metric_period = gather_metric_period
         self.zero_grad_before_forward = zero_grad_before_forward
         self._has_old_gradients = False
+        # Parts of the model whose state a forward changes. Without recovery, only they are saved.
+        self._changing: Optional[list[nn.Module]] = None
 
     def run_step(self) -> None:
         """Run one iteration, whose number the event storage has."""
@@ -186,6 +187,8 @@ class AccumulatingTrainer(ResumableTrainer):
             start = self._start()
         if self._reduces_in_backward:  # as in Detectron2
             run_all(window.take, partial(self._run_micro_batch, weight=1.0))
+            if self._changing is None:
+                self._changing = start.changed_modules()
             reports = self._vote(window, RankReport())
         else:
             with WindowStorage(get_event_storage()) as storage, self._no_sync():
@@ -199,7 +202,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 average_gradients(self.model, window, reports)
         return reports
 
-    def _start(self) -> Any:
+    def _start(self) -> Snapshot:
         """Save what the iteration changes before its step, in case it fails before."""
         self.check_train()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
@@ -208,11 +211,7 @@ class AccumulatingTrainer(ResumableTrainer):
         if self.zero_grad_before_forward:  # frees their memory for the forward
             self._free_old_gradients()
         bare, weights = compat.without_ddp(self.model), self.recovery and self.recovery.weights
-        start: Any
-        if self._reduces_in_backward:
-            start = RandomState(next(bare.parameters()).device)
-        else:
-            start = Snapshot(bare, weights or ())
+        start = Snapshot(bare, weights or (), self._changing)
         self.undo = start.restore
         return start
 
