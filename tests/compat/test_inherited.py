@@ -15,11 +15,13 @@ LIBRARIES = ("detectron2", "fvcore", "torch")
 # In Detectron2 v0.6 and main.
 SHARED = {
     "detectron2.checkpoint.detection_checkpoint.DetectionCheckpointer._load_file",
+    "detectron2.checkpoint.detection_checkpoint.DetectionCheckpointer._load_model",
     "detectron2.engine.train_loop.SimpleTrainer._data_loader_iter",
     "detectron2.utils.events.EventStorage._current_prefix",
     "detectron2.utils.events.EventStorage._history",
     "detectron2.utils.events.EventStorage._latest_scalars",
     "fvcore.common.checkpoint.Checkpointer._load_file",
+    "fvcore.common.checkpoint.Checkpointer._load_model",
     "fvcore.common.checkpoint.Checkpointer._log_incompatible_keys",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer._all_state_dicts",
 }
