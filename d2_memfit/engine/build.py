@@ -11,7 +11,6 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.utils import comm
-from detectron2.utils.events import get_event_storage
 from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
@@ -34,12 +33,6 @@ from .train_loop import AccumulatingTrainer
 __all__ = ["Run", "build_trainer", "job_hooks"]
 
 logger = logging.getLogger(__name__)
-
-_OF_RUN_STEP = {
-    "SOLVER.ACCUMULATION_STEPS": 1,
-    "MEMFIT.MICRO_BATCH": None,
-    "MEMFIT.OOM.POLICY": "raise",
-}
 
 
 class Run:
@@ -134,7 +127,12 @@ class Run:
             CheckpointError: the ranks would go on from different iterations.
             RankError: another rank cannot start.
         """
-        _check_same_iteration(trainer.start_iter, self.cfg.OUTPUT_DIR)
+        firsts = comm.all_gather(trainer.start_iter)
+        if len(set(firsts)) > 1:
+            raise CheckpointError(
+                f"the ranks would go on from different iterations, {firsts}: OUTPUT_DIR "
+                f"{self.cfg.OUTPUT_DIR} must be one folder that all of them see"
+            )
         error: Optional[Exception] = None
         try:
             self._start(trainer)
@@ -152,15 +150,12 @@ class Run:
 
         Raises:
             ConfigError: a key would do nothing in it.
-            CheckpointError: as in :meth:`start`.
         """
-        defaults = default_keys()
-        if self.job.cfg.MEMFIT.MONITOR != defaults.MEMFIT.MONITOR:
+        if self.job.cfg.MEMFIT.MONITOR != default_keys().MEMFIT.MONITOR:
             raise ConfigError(
                 "MEMFIT.MONITOR is on, and a loop of run_step() calls no hooks: train with "
                 "trainer.train(start_iter, max_iter), or leave its keys at their defaults"
             )
-        _check_same_iteration(get_event_storage().iter, self.cfg.OUTPUT_DIR)
 
     def _start(self, trainer: Any) -> None:
         own = next(iter(checkpointers_of(trainer, Checkpointer)), None)
@@ -183,13 +178,14 @@ class Run:
             trainer, inner: the classes of a trainer and of its ``_trainer``. The ``run_step`` of
                 one, or ``train``, does not call that of ``AccumulatingTrainer``.
         """
-        values = {key: value_of(self.job.cfg, key) for key in _OF_RUN_STEP}
-        asked = [f"{key} {v}" for key, v in values.items() if v != _OF_RUN_STEP[key]]
-        if asked:
+        cfg, defaults = self.job.cfg, default_keys()
+        keys = ("SOLVER.ACCUMULATION_STEPS", "MEMFIT.MICRO_BATCH", "MEMFIT.OOM.POLICY")
+        if any(value_of(cfg, key) != value_of(defaults, key) for key in keys):
+            asked = ", ".join(f"{key} {value_of(cfg, key)}" for key in keys)
             is_inner = inner.run_step is not AccumulatingTrainer.run_step
             cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
             raise ConfigError(
-                f"{', '.join(asked)}: {cls.__name__} steps without {step}.run_step(), which reads "
+                f"{asked}: {cls.__name__} steps without {step}.run_step(), which reads "
                 "these keys. Call it in its run_step, and run_step in its train. For losses of "
                 "your own: self._trainer.loss_fn = FUNCTION"
             )
@@ -214,15 +210,6 @@ def job_hooks(job: Job) -> list[HookBase]:
     if comm.is_main_process():
         made.append(PeakRecorder(job))
     return made
-
-
-def _check_same_iteration(first: int, output_dir: str) -> None:
-    firsts = comm.all_gather(first)  # all ranks have read their weights
-    if len(set(firsts)) > 1:
-        raise CheckpointError(
-            f"the ranks would go on from different iterations, {firsts}: OUTPUT_DIR {output_dir} "
-            "must be one folder that all of them see"
-        )
 
 
 def _write_plain_config(cfg: CfgNode) -> None:
@@ -269,13 +256,9 @@ def build_trainer(
         run.not_built.discard("loader")
     else:
         run.not_built.add("config")
-    options = {"loss_fn": job.parts.loss_fn, "clip_gradients": job.parts.clip_gradients()}
-    trainer = AccumulatingTrainer(
-        compat.create_ddp_model(model, **job.parts.ddp_options()),
-        data_loader,
-        optimizer,
-        **{**run.options, **options, **kwargs},
-    )
+    own = {"loss_fn": job.parts.loss_fn, "clip_gradients": job.parts.clip_gradients()}
+    model = compat.create_ddp_model(model, **job.parts.ddp_options())
+    trainer = AccumulatingTrainer(model, data_loader, optimizer, **{**run.options, **own, **kwargs})
     run.complete("build_trainer got a data_loader. Leave that out, or turn the technique off")
     trainer.run = run
     return trainer

@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """One way to make a trainer: its checks, hooks and endings, in a run of the command."""
 
+import contextlib
+import io
 import os
 import resource
 import signal
@@ -17,18 +19,15 @@ from d2_memfit.cli import train as command
 from d2_memfit.common.files import FolderLock
 from d2_memfit.config import load_cfg
 from d2_memfit.data import register_coco
-from d2_memfit.errors import MemfitError, one_line
 from d2_memfit.memory import enforce_budget, process_memory
 
 pytestmark = pytest.mark.slow
-
-NORMALIZERS = "off"  # testing the losses takes longer than all else
 
 
 def cfg_of(folder, keys):
     cfg = coins_cfg(folder, "faster_rcnn", **{"SOLVER.MAX_ITER": 2, **keys})
     cfg.SOLVER.ACCUMULATION_STEPS = 2
-    cfg.MEMFIT.NORMALIZERS.POLICY = NORMALIZERS
+    cfg.MEMFIT.NORMALIZERS.POLICY = "off"  # the check of losses takes longer than all else
     cfg.DATASETS.TEST = ("coins_val",)
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 0.0  # so that there is an AP
     return cfg
@@ -48,10 +47,12 @@ def run(folder, keys, resume):
 def error_of(folder, keys, resume=False):
     """The line of the error that ends a run."""
     folder.mkdir(exist_ok=True)
+    printed = io.StringIO()
     try:
-        run(folder, keys, resume)
-    except MemfitError as e:
-        return one_line(e)
+        with contextlib.redirect_stderr(printed):
+            run(folder, keys, resume)
+    except SystemExit:
+        return printed.getvalue().strip().rpartition("error: ")[2]
     return ""
 
 
