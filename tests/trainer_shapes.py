@@ -9,7 +9,6 @@ import torch.distributed as dist
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.data import build_detection_train_loader
 from detectron2.engine import (
-    AMPTrainer,
     DefaultTrainer,
     SimpleTrainer,
     TrainerBase,
@@ -23,7 +22,7 @@ from tiny import parameters
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from d2_memfit import AccumulatingTrainer, MemfitMixin, MemfitTrainer, get_cfg
+from d2_memfit import AccumulatingTrainer, MemfitMixin, get_cfg
 from d2_memfit.common.patching import replaced_functions
 
 
@@ -126,26 +125,22 @@ class AdelaiDet(Parts, DefaultTrainer):
             self.after_train()
 
 
-def init_of_maskdino(self, cfg):
-    """``__init__`` of MaskDINO and DiffusionDet, which goes past that of DefaultTrainer."""
-    super(DefaultTrainer, self).__init__()
-    cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
-    model = self.build_model(cfg)
-    optimizer = self.build_optimizer(cfg, model)
-    data_loader = self.build_train_loader(cfg)
-    model = create_ddp_model(model, broadcast_buffers=False)
-    self._trainer = (AMPTrainer if cfg.SOLVER.AMP.ENABLED else SimpleTrainer)(
-        model, data_loader, optimizer
-    )
-    self.scheduler = self.build_lr_scheduler(cfg, optimizer)
-    self.checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR, trainer=self)
-    self.start_iter, self.max_iter, self.cfg = 0, cfg.SOLVER.MAX_ITER, cfg
-    self.register_hooks(self.build_hooks())
-    self.checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR, trainer=self)
-
-
 class MaskDINO(Parts, DefaultTrainer):
-    __init__ = init_of_maskdino
+    """As MaskDINO and DiffusionDet: ``__init__`` goes past that of DefaultTrainer."""
+
+    def __init__(self, cfg):
+        super(DefaultTrainer, self).__init__()
+        cfg = DefaultTrainer.auto_scale_workers(cfg, comm.get_world_size())
+        model = self.build_model(cfg)
+        optimizer = self.build_optimizer(cfg, model)
+        data_loader = self.build_train_loader(cfg)
+        model = create_ddp_model(model, broadcast_buffers=False)
+        self._trainer = SimpleTrainer(model, data_loader, optimizer)
+        self.scheduler = self.build_lr_scheduler(cfg, optimizer)
+        self.checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR, trainer=self)
+        self.start_iter, self.max_iter, self.cfg = 0, cfg.SOLVER.MAX_ITER, cfg
+        self.register_hooks(self.build_hooks())
+        self.checkpointer = DetectionCheckpointer(model, cfg.OUTPUT_DIR, trainer=self)
 
 
 class UnbiasedTeacher(MaskDINO):
@@ -182,9 +177,7 @@ class FewShot(Parts, SimpleTrainer):
         self.start_iter, self.max_iter, self.cfg = 0, cfg.SOLVER.MAX_ITER, cfg
         self.register_hooks(self.build_hooks())
 
-    def resume_or_load(self, resume=True):
-        checkpoint = self.checkpointer.resume_or_load("", resume=resume)
-        self.start_iter = checkpoint.get("iteration", -1) + 1
+    resume_or_load = AdelaiDet.resume_or_load
 
     def train(self):
         TrainerBase.train(self, self.start_iter, self.max_iter)
@@ -199,19 +192,11 @@ PROJECTS = {
 }
 
 
-class ReadmesLine(Parts, MemfitTrainer):
-    """MaskDINO's script with one line changed: ``class Trainer(MemfitTrainer)``."""
-
-    __init__ = init_of_maskdino
-
-
 def on_a_cpu(init):
     return lambda self, module, **kwargs: init(self, module, **{**kwargs, "device_ids": None})
 
 
 def class_of(shape):
-    if shape == "README's line":
-        return ReadmesLine
     return type("Trainer", (MemfitMixin, {**PROJECTS, **CHANGED}[shape]), {})
 
 
@@ -219,7 +204,7 @@ def class_of(shape):
 CHANGED = {
     "SimpleTrainer": type("FewShot", (FewShot, AccumulatingTrainer), {}),
 }
-SHAPES = [*PROJECTS, "README's line"]
+SHAPES = list(PROJECTS)
 
 
 def cfg_of(output_dir, **keys):

@@ -180,12 +180,13 @@ class Run:
         """
         cfg, defaults = self.job.cfg, default_keys()
         keys = ("SOLVER.ACCUMULATION_STEPS", "MEMFIT.MICRO_BATCH", "MEMFIT.OOM.POLICY")
-        if any(value_of(cfg, key) != value_of(defaults, key) for key in keys):
-            asked = ", ".join(f"{key} {value_of(cfg, key)}" for key in keys)
+        values = {key: value_of(cfg, key) for key in keys}
+        asked = [f"{key} {v}" for key, v in values.items() if v != value_of(defaults, key)]
+        if asked:
             is_inner = inner.run_step is not AccumulatingTrainer.run_step
             cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
             raise ConfigError(
-                f"{asked}: {cls.__name__} steps without {step}.run_step(), which reads "
+                f"{', '.join(asked)}: {cls.__name__} steps without {step}.run_step(), which reads "
                 "these keys. Call it in its run_step, and run_step in its train. For losses of "
                 "your own: self._trainer.loss_fn = FUNCTION"
             )

@@ -9,14 +9,12 @@ from d2_memfit.errors import ConfigError
 
 def test_one_process_is_the_calling_one():
     called = []
-    for num_gpus in (0, 1):
-        launch(called.append, num_gpus, args=(num_gpus,))
-    assert called == [0, 1]
+    launch(called.append, 1, args=("here",))
+    assert called == ["here"]
 
 
-@pytest.mark.parametrize(("gpus", "machines", "ranks"), [(0, 1, 1), (1, 1, 1), (2, 3, 6)])
-def test_ranks_are_gpus_times_machines(gpus, machines, ranks):
-    assert world_size(gpus, machines) == ranks
+def test_ranks_are_gpus_times_machines():
+    assert (world_size(0), world_size(2, 3)) == (1, 6)
 
 
 def test_under_torchrun_the_environment_says_how_many_there_are(monkeypatch):

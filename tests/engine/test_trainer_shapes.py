@@ -34,8 +34,7 @@ def same_on_all_ranks(outcomes):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_with_default_keys_it_trains_as_without_d2_memfit(shape, two_ranks, tmp_path):
     actual = same_on_all_ranks(two_ranks.run(train, shape, tmp_path / "ours", {}))
-    plain = "past DefaultTrainer" if shape == "README's line" else shape
-    expected = two_ranks.run(train, f"plain {plain}", tmp_path / "plain", {})
+    expected = two_ranks.run(train, f"plain {shape}", tmp_path / "plain", {})
     torch.testing.assert_close(actual, expected[0], rtol=0, atol=0)
 
 

@@ -4,7 +4,6 @@
 import pytest
 import torch
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, hooks
-from own_loops import OnlySteps
 from resumed import Trainer, coins_cfg
 from trainer_shapes import (
     FewShot,
@@ -65,17 +64,6 @@ def test_hooks_that_a_project_takes_away_are_registered_again(tmp_path):
     assert kinds[0] is GatherStates
     assert MemoryMonitor in kinds
     assert kinds[-1] is SaveOnEnding
-
-
-def test_a_loop_without_hooks_accumulates_and_refuses_a_monitor(tmp_path):
-    class Trainer(MemfitMixin, OnlySteps, Parts, DefaultTrainer):
-        pass
-
-    trainer = Trainer(cfg_of(tmp_path, **ACCUMULATION))
-    trainer.train()
-    assert trainer.storage.latest()["effective_batch"][0] == 8
-    with pytest.raises(ConfigError, match=r"MEMFIT\.MONITOR is on, and a loop of run_step"):
-        Trainer(cfg_of(tmp_path, **{"MEMFIT.MONITOR.PERIOD": 1})).train()
 
 
 def test_a_technique_that_would_not_be_applied_is_an_error(tmp_path):
