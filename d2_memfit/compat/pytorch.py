@@ -103,8 +103,8 @@ def default_group_answered(answer: Callable[[Any], Any]) -> AbstractContextManag
         answer: called with the group, or None if there is none; returns the group to tell of.
     """
     owner: Any = type(dist.GroupMember)
-    ask, set_ = owner.WORLD.fget, owner.WORLD.fset
-    return patch.object(owner, "WORLD", property(lambda cls: answer(ask(cls)), set_))
+    told: Any = property(lambda cls, ask=owner.WORLD.fget: answer(ask(cls)), owner.WORLD.fset)
+    return patch.object(owner, "WORLD", told)
 
 
 def compiled_frames() -> int:
@@ -136,7 +136,7 @@ def clear_cublas_workspaces() -> None:
 
 def record_memory_history(max_entries: int) -> None:
     """Start to record events of the CUDA allocator, at most ``max_entries``; 0 stops it."""
-    kinds = "all" if max_entries else None
+    kinds: Any = "all" if max_entries else None
     torch.cuda.memory._record_memory_history(enabled=kinds, max_entries=max_entries)
 
 

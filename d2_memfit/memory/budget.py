@@ -112,7 +112,7 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
         device: as in MODEL.DEVICE.
 
     Raises:
-        ConfigError: it is not a number above 0, the device has less memory, or the process takes
+        ConfigError: it is not above 0, the device has less memory, or the process takes
             more already. The limit then does not change.
     """
     kind = torch.device(device).type
