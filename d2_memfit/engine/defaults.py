@@ -153,8 +153,10 @@ class MemfitMixin(_Trainer):
         run.undo_first_draw()
         given = {name: vars(made)[name] for name in _KEPT if name in vars(made)}
         base = {name: vars(made)[name] for name in vars(TrainerBase())}  # hooks, iterations
-        parts = made.model, made.data_loader, made.optimizer
-        AccumulatingTrainer.__init__(trainer, *parts, **run.options, **given)
+        options = {**run.options, **given}
+        AccumulatingTrainer.__init__(
+            trainer, made.model, made.data_loader, made.optimizer, **options
+        )
         trainer.__dict__.update(base)
         trainer.run = run
         run.random_state = torch.get_rng_state()

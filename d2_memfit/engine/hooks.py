@@ -1,11 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """Hooks that watch the memory of a run."""
 
+import ctypes
 import gc
 import json
 import logging
 import os
 import statistics
+import sys
 from collections import Counter
 from itertools import combinations
 from multiprocessing import active_children
@@ -176,6 +178,7 @@ class LeakDetector(MemoryHook):
         if self.trainer.iter - self.trainer.start_iter < self._skip:
             return
         if not self._used:
+            _collect()
             self._tensors = memory.live_tensors(self._model, self._inner.optimizer)
         for kind, used in self._measure().items():
             series = self._used.setdefault(kind, [])
@@ -196,7 +199,7 @@ class LeakDetector(MemoryHook):
         least = self._window * _LEAST_MB
         if kind in self._said or not rises_steadily(used, least):
             return
-        gc.collect()  # Python may keep garbage in cycles for hundreds of iterations
+        _collect()
         growth = self._measure()[kind] - used[0]
         if growth < least:
             return
@@ -211,6 +214,13 @@ class LeakDetector(MemoryHook):
             ", ".join(f"{name} ({size / MB:.1f} MB)" for (_, name), size in tensors.most_common(3))
             or "none",
         )
+
+
+def _collect() -> None:
+    """Free garbage in cycles, which Python may keep for hundreds of iterations, in malloc too."""
+    gc.collect()
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc's
 
 
 def rises_steadily(values: list[float], at_least: float) -> bool:

@@ -54,10 +54,8 @@ def launch(
     """
     ranks_here, num_ranks = num_gpus_per_machine, world_size(num_gpus_per_machine, num_machines)
     if _is_torchrun():
-        ranks_here, local_rank, rank = (
-            int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK", "RANK")
-        )
-        first = rank - local_rank
+        ranks_here, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+        first = int(os.environ["RANK"]) - local_rank
         _run_rank(local_rank, "env://", num_ranks, ranks_here, first, timeout, main_func, args)
     elif num_ranks == 1:
         main_func(*args)

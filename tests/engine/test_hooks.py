@@ -115,7 +115,6 @@ def growing_kinds(log):
         (lambda: np.ones(32 * KIB), 256, ""),
         (lambda: None, 0, ""),
     ],
-    ids=["tensors", "arrays", "none"],
 )
 def test_what_grows_is_found_and_garbage_in_cycles_is_not(leak, kib, named, log):
     def after_step(_):
@@ -148,7 +147,6 @@ SERIES = {  # by iteration, of 400
     "noise": (False, lambda i, rng: rng.random() * 50 * MB),
     "a cache that is full": (False, lambda i, rng: 1e5 * min(i, 320)),
     "a cache that fills slowly": (False, lambda i, rng: MB * (1 - math.exp(-i / 100))),
-    "a step": (False, lambda i, rng: 50 * MB * (i > 200)),
     "evaluations": (False, lambda i, rng: 2 * MB * (i // 40)),
 }
 
