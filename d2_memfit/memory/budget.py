@@ -150,7 +150,6 @@ def _index(device: Union[torch.device, str]) -> int:
 
 def _limit_cuda(budget_gb: Optional[float], device: str) -> None:
     index = _index(device)
-    is_first = f"cuda:{index}" not in _replaced
     if budget_gb is None:
         torch.cuda.set_per_process_memory_fraction(_replaced.pop(f"cuda:{index}", 1.0), index)
         return
@@ -168,12 +167,12 @@ def _limit_cuda(budget_gb: Optional[float], device: str) -> None:
         text = "MEMFIT.BUDGET_GB %g: others leave %.2f GB of the GPU. End them (nvidia-smi)"
         logger.warning(text, budget_gb, available)
     limit_library_caches()
-    _replaced[f"cuda:{index}"] = 1.0
     share = (budget_gb - context) / total
     torch.cuda.set_per_process_memory_fraction(share, index)
-    if is_first:
+    if f"cuda:{index}" not in _replaced:
         text = "MEMFIT.BUDGET_GB %.4g: PyTorch's allocator may take %.2f GB of the GPU"
         logger.info(text, budget_gb, share * total)
+    _replaced[f"cuda:{index}"] = 1.0
 
 
 def _limit_process(budget_gb: Optional[float]) -> None:

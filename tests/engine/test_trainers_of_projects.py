@@ -18,7 +18,7 @@ from trainer_shapes import (
 from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, fit_config
 from d2_memfit.engine import GatherStates, MemoryMonitor, SaveOnEnding, build_trainer
 from d2_memfit.errors import ConfigError
-from d2_memfit.memory import process_memory
+from d2_memfit.memory import enforce_budget, process_memory
 
 pytestmark = pytest.mark.slow
 
@@ -113,3 +113,4 @@ def test_a_plan_that_nobody_makes_is_an_error(coins, tmp_path):
     with pytest.raises(ConfigError, match=text):
         build_trainer(Job.from_cfg(cfg))
     Trainer(fit_config(cfg, Trainer)).train()
+    enforce_budget(None, "cpu")
