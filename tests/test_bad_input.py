@@ -543,21 +543,6 @@ OPTIONS = {
     "--coco bad {file} {folder}": "--coco 'bad' is given twice or not printable: use another",
 }
 
-# Variables that torchrun sets, of which one is wrong.
-VARIABLES = {
-    "RANK=a": "the environment variable RANK must be a number of 0 to 0, got 'a'",
-    "RANK=5": "the environment variable RANK must be a number of 0 to 0, got '5'",
-    "RANK=": "the environment variable RANK must be a number of 0 to 0, got ''",
-    "WORLD_SIZE=0": "the environment variable WORLD_SIZE must be a number of at least 1, got '0'",
-    "WORLD_SIZE=-2": "the environment variable WORLD_SIZE must be a number of at least 1, got '-2'",
-    "WORLD_SIZE=two": "the environment variable WORLD_SIZE must be a number of at least 1, got 'tw",
-    "LOCAL_RANK=1": "the environment variable LOCAL_RANK must be a number of 0 to 0, got '1'",
-    "LOCAL_WORLD_SIZE=x": "variable LOCAL_WORLD_SIZE must be a number of at least 1, got 'x'",
-    "MASTER_PORT=99999": "variable MASTER_PORT must be a number of 1 to 65535, got '99999'",
-    "MASTER_PORT=http": "variable MASTER_PORT must be a number of 1 to 65535, got 'http'",
-}
-
-
 FILES = {
     "text.txt": "no config, and no weights",
     "itself.yaml": "_BASE_: itself.yaml\n",
@@ -683,15 +668,6 @@ def test_an_image(said, tmp_path, config, name):
 def test_an_option(said, options):
     line, names = said(options=options)
     assert OPTIONS[options].format(**names) in line
-
-
-@pytest.mark.parametrize("variable", VARIABLES)
-def test_a_variable(said, monkeypatch, variable):
-    good = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "RANK": "0", "LOCAL_RANK": "0"}
-    name, _, value = variable.partition("=")
-    for key, text in {**good, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", name: value}.items():
-        monkeypatch.setenv(key, text)
-    assert VARIABLES[variable] in said(starts=True)[0]
 
 
 # A trainer of a project, with a dataset that it registers; what is wrong comes first.

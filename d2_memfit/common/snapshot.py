@@ -164,7 +164,7 @@ def weights_that_may_change(model: nn.Module) -> list[torch.Tensor]:
     """Frozen weights, such as a teacher's, and large tensors in attributes; none if too many."""
     tensors: list[torch.Tensor] = []
     for module in Snapshot(model).modules:
-        tensors += [p for p in module._parameters.values() if p is not None and not p.requires_grad]
+        tensors += [p for p in module.parameters(recurse=False) if not p.requires_grad]
         large = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
         tensors += [v for v in large if v.nbytes > _LARGE_BYTES and _is_plain(v)]
     return tensors if sum(t.nbytes for t in tensors) <= _MOST_BYTES else []

@@ -9,9 +9,10 @@ uses private names of Detectron2, except those that a subclass inherits. Each na
 import importlib.util
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, Callable, Optional
+from unittest.mock import patch
 
 import detectron2
 import torch.distributed as dist
@@ -22,7 +23,6 @@ from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
 from detectron2.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
 from detectron2.layers import mask_ops
 from detectron2.utils import comm, events
-from detectron2.utils.events import get_event_storage
 from fvcore.common.registry import Registry
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,9 +32,6 @@ SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
 
 # The function with which ``paste_masks_in_image`` pastes a chunk of masks.
 paste_masks_on_grid = mask_ops._do_paste_mask
-
-# Main calls hooks after the backward pass; v0.6 does not.
-_HAS_AFTER_BACKWARD = hasattr(TrainerBase, "after_backward")
 
 # Random values that training samplers draw in their constructor, and that determine their order.
 DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
@@ -47,34 +44,26 @@ def has_compiled_ops() -> bool:
     """Whether Detectron2's C++ operators exist. The fast COCO evaluation needs them."""
     if importlib.util.find_spec("detectron2._C") is None:
         return False
-    from detectron2 import _C
+    from detectron2 import _C  # a setup without a compiler may have an empty one
 
     return hasattr(_C, "COCOevalEvaluateImages")
 
 
-@contextmanager
-def pretended_compiled_ops() -> Iterator[None]:
+def pretended_compiled_ops() -> AbstractContextManager[Any]:
     """While open, provide an empty ``detectron2._C`` to files of Detectron2 that are imported."""
-    own = vars(detectron2).get("_C")
-    detectron2._C = SimpleNamespace()
-    try:
-        yield
-    finally:
-        del detectron2._C
-        if own is not None:
-            detectron2._C = own
+    return patch.object(detectron2, "_C", SimpleNamespace(), create=True)
 
 
 def after_backward(trainer: TrainerBase) -> None:
-    """Call the hooks that main has for the time after the backward pass."""
-    if _HAS_AFTER_BACKWARD:
+    """Call the hooks that main has for the time after the backward pass; v0.6 has none."""
+    if hasattr(TrainerBase, "after_backward"):
         trainer.after_backward()
 
 
 def put_rank_data_time(seconds: float) -> None:
     """Write this rank's data time, as main does; on v0.6, do nothing."""
     if _WRITES_RANK_DATA_TIME:
-        get_event_storage().put_scalar("rank_data_time", seconds)
+        events.get_event_storage().put_scalar("rank_data_time", seconds)
 
 
 def local_world_size() -> int:
@@ -109,10 +98,9 @@ def hooks_of(trainer: TrainerBase) -> list[HookBase]:
 
 def periods_of_states(trainer: TrainerBase) -> set[int]:
     """Periods, in iterations, of the hooks that save checkpoints or evaluate."""
-    kinds = (BestCheckpointer, EvalHook)
-    periods = {hook._period for hook in trainer._hooks if isinstance(hook, kinds)}
-    periods |= {hook.period for hook in trainer._hooks if isinstance(hook, PeriodicCheckpointer)}
-    return {period for period in periods if period > 0}
+    savers = (BestCheckpointer, EvalHook, PeriodicCheckpointer)
+    hooks: list[Any] = [hook for hook in trainer._hooks if isinstance(hook, savers)]
+    return {p for p in (getattr(h, "period", None) or h._period for h in hooks) if p > 0}
 
 
 def split_map(loader: Any) -> tuple[Optional[Callable[[Any], Any]], Any]:
@@ -125,19 +113,11 @@ def split_map(loader: Any) -> tuple[Optional[Callable[[Any], Any]], Any]:
     return None, loader
 
 
-def inner_dataset(loader: Any) -> Any:
-    """The dataset inside a wrapper of Detectron2 that groups or maps batches; None without one."""
-    return getattr(loader, "dataset", getattr(loader, "_dataset", None))
-
-
 def deals_its_indices(sampler: Any) -> bool:
     """Whether a sampler has the same ``__iter__`` as ``TrainingSampler``, in any class.
 
     It splits an endless order of indices among the ranks.
     """
-    needed = ("_infinite_indices", "_seed", "_rank", "_world_size")
-    if not all(hasattr(sampler, name) for name in needed):
-        return False
     known = TrainingSampler.__iter__.__code__
     own = getattr(type(sampler).__iter__, "__code__", None)
     return own is not None and (own.co_code, own.co_names) == (known.co_code, known.co_names)
@@ -200,9 +180,6 @@ def without_ddp(model: nn.Module) -> nn.Module:
 
 def create_local_process_group(ranks_per_machine: int) -> None:
     """Register the ranks that share this machine in ``comm``. All ranks must call it."""
-    if hasattr(comm, "create_local_process_group"):
-        comm.create_local_process_group(ranks_per_machine)
-        return
     for first in range(0, dist.get_world_size(), ranks_per_machine):
         ranks = list(range(first, first + ranks_per_machine))
         group = dist.new_group(ranks)

@@ -5,9 +5,10 @@ PyTorch may rename them in any release. ``tests/compat/test_pytorch.py`` tests e
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -43,16 +44,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Two values for each tensor: all first ones, then all second ones. One of them differs after a
-    change, except in place through ``.data``.
-    """
-    try:
-        return [t._version for t in tensors] + [t.data_ptr() for t in tensors]
-    except RuntimeError:  # a tensor of inference, or one without a storage
-        return [object() for _ in range(2 * len(tensors))]
-
-
 def make_wrapper(cls: type, shape: Any, **options: Any) -> Any:
     """Make a tensor of a subclass that has no memory of its own."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
@@ -61,21 +52,6 @@ def make_wrapper(cls: type, shape: Any, **options: Any) -> Any:
 def schema(operator: Any) -> Any:
     """Names, aliases and types of an operator's arguments and results."""
     return operator._schema
-
-
-def buffers_by_name(module: nn.Module) -> dict[str, Any]:
-    """The dict in which a module keeps its own buffers: tensors or None."""
-    return module._buffers
-
-
-def children_by_name(module: nn.Module) -> dict[str, Optional[nn.Module]]:
-    """The dict in which a module keeps its own children."""
-    return module._modules
-
-
-def parameters_by_name(module: nn.Module) -> dict[str, Optional[nn.Parameter]]:
-    """The dict in which a module keeps its own parameters."""
-    return module._parameters
 
 
 def is_in_backward() -> bool:
@@ -117,27 +93,18 @@ def has_kernels_for_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-@contextmanager
-def default_group_answered(answer: Callable[[Any], Any]) -> Iterator[None]:
+def default_group_answered(answer: Callable[[Any], Any]) -> AbstractContextManager[None]:
     """While open, code that asks torch.distributed for its default group gets another answer.
 
     All questions, such as ``dist.is_initialized()`` and ``dist.get_rank()``, end at the property
-    ``WORLD`` of ``GroupMember``'s metaclass. In a PyTorch without it, they get the true answer.
+    ``WORLD`` of ``GroupMember``'s metaclass.
 
     Args:
         answer: called with the group, or None if there is none; returns the group to tell of.
     """
     owner: Any = type(dist.GroupMember)
-    world: Any = vars(owner).get("WORLD")
-    if not isinstance(world, property):
-        yield
-        return
-    ask: Any = world.fget
-    owner.WORLD = property(lambda cls: answer(ask(cls)), world.fset)
-    try:
-        yield
-    finally:
-        owner.WORLD = world
+    told: Any = property(lambda cls, ask=owner.WORLD.fget: answer(ask(cls)), owner.WORLD.fset)
+    return patch.object(owner, "WORLD", told)
 
 
 def compiled_frames() -> int:
@@ -175,12 +142,10 @@ def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def record_memory_history(max_entries: Optional[int]) -> None:
-    """Start to record events of the CUDA allocator, at most ``max_entries``; None stops it."""
-    if max_entries is None:
-        torch.cuda.memory._record_memory_history(enabled=None)
-    else:
-        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+def record_memory_history(max_entries: int) -> None:
+    """Start to record events of the CUDA allocator, at most ``max_entries``; 0 stops it."""
+    kinds: Any = "all" if max_entries else None
+    torch.cuda.memory._record_memory_history(enabled=kinds, max_entries=max_entries)
 
 
 def dump_memory_snapshot(file: str) -> None:

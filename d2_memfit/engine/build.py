@@ -9,9 +9,8 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import HookBase, TrainerBase
+from detectron2.engine import HookBase
 from detectron2.utils import comm
-from detectron2.utils.events import get_event_storage
 from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
@@ -21,13 +20,12 @@ from ..common.files import is_config_dump, is_local, whole_file
 from ..config import default_keys, without_memfit_keys
 from ..errors import CheckpointError, ConfigError, RankError, one_line
 from ..job import Job, checked_loader
-from ..job.parts import GivenParts, TrainerParts
-from ..memory import enforce_budget, use_expandable_segments
+from ..job.parts import TrainerParts
+from ..memory import enforce_budget
 from ..techniques import apply_techniques, techniques_on
 from .checkpoint import MemfitCheckpointer, checkpointers_of
 from .ending import SaveOnEnding
 from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot
-from .not_finite import has_random_weights_behind_frozen_norms
 from .peak_recorder import PeakRecorder
 from .run_state import GatherStates
 from .train_loop import AccumulatingTrainer
@@ -35,14 +33,6 @@ from .train_loop import AccumulatingTrainer
 __all__ = ["Run", "build_trainer", "job_hooks"]
 
 logger = logging.getLogger(__name__)
-
-_OF_RUN_STEP = (
-    "SOLVER.ACCUMULATION_STEPS",
-    "MEMFIT.MICRO_BATCH",
-    "MEMFIT.OOM.POLICY",
-    "MEMFIT.AMP_DTYPE",
-    "MEMFIT.MONITOR.SNAPSHOT_ON_OOM",
-)
 
 
 class Run:
@@ -71,8 +61,6 @@ class Run:
                 "MEMFIT.PLAN.ENABLED True: a trainer does not plan. Call d2_memfit.fit_config "
                 "before, as in Trainer(fit_config(cfg, Trainer)), or set it False"
             )
-        if job.budget_gb is not None:
-            use_expandable_segments()
         enforce_budget(job.budget_gb, job.cfg.MODEL.DEVICE)
         self.job = job
         self.cfg = apply_techniques("config", job.cfg, job.cfg)
@@ -84,24 +72,38 @@ class Run:
             "normalizers": job.normalizers,
         }
         self.not_built = {"model", "optimizer", "loader"}
+        self.random_state = torch.get_rng_state()  # before a trainer first iterates over its loader
 
     def building(self, part: str, build: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that builds a part, so that the part's techniques are applied."""
 
         def build_part(*args: Any, **kwargs: Any) -> Any:
             if part == "loader":
-                return self.with_techniques(part, checked_loader(build, self.cfg))(*args, **kwargs)
-            return self.with_techniques(part, build(*args, **kwargs))
+                made = self.with_techniques(part, checked_loader(build, self.cfg))(*args, **kwargs)
+            else:
+                made = self.with_techniques(part, build(*args, **kwargs))
+            self.random_state = torch.get_rng_state()
+            return made
 
         return build_part
+
+    def undo_first_draw(self) -> None:
+        """Undo what the constructor of v0.6 draws for the workers that it starts, if no more was
+        drawn since a part was built. The trainer with the options of the config draws it again.
+        """
+        now = torch.get_rng_state()
+        torch.set_rng_state(self.random_state)
+        torch.empty((), dtype=torch.int64).random_()
+        is_all = torch.equal(torch.get_rng_state(), now)
+        torch.set_rng_state(self.random_state if is_all else now)
 
     def with_techniques(self, part: str, made: Any) -> Any:
         """Apply the techniques of a part to it; return the part to use."""
         self.not_built.discard(part)
         return apply_techniques(part, made, self.cfg)
 
-    def complete(self, trainer: TrainerBase, why_not: str) -> None:
-        """Check that all techniques are applied, and add the job's hooks before the trainer's.
+    def complete(self, why_not: str) -> None:
+        """Check that all techniques are applied, and make the job's hooks.
 
         Args:
             why_not: why a technique would not be applied, and what to do.
@@ -114,23 +116,9 @@ class Run:
             for name in techniques_on(part, job.cfg):
                 raise ConfigError(f"technique {name} is on and would do nothing: {why_not}")
         self._hooks = job_hooks(job)
-        self._register_hooks(trainer)
-        self._project_trainer = (
-            "" if type(trainer) is AccumulatingTrainer else type(trainer).__name__
-        )
-        logger.info(
-            "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, on %d ranks",
-            job.cfg.SOLVER.IMS_PER_BATCH,
-            job.cfg.SOLVER.ACCUMULATION_STEPS,
-            job.ranks,
-        )
-
-    def _register_hooks(self, trainer: TrainerBase) -> None:
-        """Register the job's hooks that the trainer does not have, before all others."""
-        hooks = compat.hooks_of(trainer)
-        num_others = len(hooks)
-        trainer.register_hooks([hook for hook in self._hooks if hook not in hooks])
-        hooks[:] = hooks[num_others:] + hooks[:num_others]
+        images, steps = job.cfg.SOLVER.IMS_PER_BATCH, job.cfg.SOLVER.ACCUMULATION_STEPS
+        text = "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, %d ranks"
+        logger.info(text, images, steps, job.ranks)
 
     def start(self, trainer: Any) -> None:
         """Start ``train()`` on all ranks, or on none. The weights are loaded.
@@ -139,7 +127,12 @@ class Run:
             CheckpointError: the ranks would go on from different iterations.
             RankError: another rank cannot start.
         """
-        _check_same_iteration(trainer.start_iter, self.cfg.OUTPUT_DIR)
+        firsts = comm.all_gather(trainer.start_iter)
+        if len(set(firsts)) > 1:
+            raise CheckpointError(
+                f"the ranks would go on from different iterations, {firsts}: OUTPUT_DIR "
+                f"{self.cfg.OUTPUT_DIR} must be one folder that all of them see"
+            )
         error: Optional[Exception] = None
         try:
             self._start(trainer)
@@ -157,27 +150,19 @@ class Run:
 
         Raises:
             ConfigError: a key would do nothing in it.
-            CheckpointError: as in :meth:`start`.
         """
-        defaults = default_keys()
-        if self.job.cfg.MEMFIT.MONITOR != defaults.MEMFIT.MONITOR:
+        if self.job.cfg.MEMFIT.MONITOR != default_keys().MEMFIT.MONITOR:
             raise ConfigError(
                 "MEMFIT.MONITOR is on, and a loop of run_step() calls no hooks: train with "
                 "trainer.train(start_iter, max_iter), or leave its keys at their defaults"
             )
-        if self._project_trainer and comm.is_main_process():
-            logger.warning(
-                "%s runs a step before its before_train() was called, so no hook runs: nothing is "
-                "saved when a signal or an error ends the run. Call before_train(), before_step(), "
-                "after_step() and after_train(), as detectron2.engine.TrainerBase.train does",
-                self._project_trainer,
-            )
-        _check_same_iteration(get_event_storage().iter, self.cfg.OUTPUT_DIR)
 
     def _start(self, trainer: Any) -> None:
-        self._register_hooks(trainer)  # a project may have replaced the list since
         own = next(iter(checkpointers_of(trainer, Checkpointer)), None)
         hooks = compat.hooks_of(trainer)
+        num_others = len(hooks)
+        trainer.register_hooks([hook for hook in self._hooks if hook not in hooks])
+        hooks[:] = hooks[num_others:] + hooks[:num_others]  # the job's come first
         for checkpointer in checkpointers_of(trainer, MemfitCheckpointer):
             checkpointer.start_run(is_new=checkpointer is own and trainer.start_iter == 0)
         if not any(isinstance(hook, SaveOnEnding) for hook in hooks):
@@ -185,14 +170,6 @@ class Run:
         hooks.sort(key=lambda hook: isinstance(hook, SaveOnEnding))  # after everything
         if isinstance(self.job.parts, TrainerParts):
             _write_plain_config(self.job.cfg)
-        loads_nothing = not self.cfg.MODEL.WEIGHTS and not isinstance(self.job.parts, GivenParts)
-        model = compat.inner_trainer(trainer).model
-        if loads_nothing and has_random_weights_behind_frozen_norms(model):
-            logger.warning(
-                "MODEL.WEIGHTS is empty, and frozen batch norm does not normalise the activations "
-                "of random weights, so training is likely to diverge. Name weights, or set "
-                "MODEL.RESNETS.NORM GN (BN for a light backbone) and MODEL.BACKBONE.FREEZE_AT 0"
-            )
 
     def check_run_step(self, trainer: type, inner: type[AccumulatingTrainer]) -> None:
         """Raise :class:`ConfigError` if a key is set that only our ``run_step`` reads.
@@ -201,8 +178,9 @@ class Run:
             trainer, inner: the classes of a trainer and of its ``_trainer``. The ``run_step`` of
                 one, or ``train``, does not call that of ``AccumulatingTrainer``.
         """
-        defaults = default_keys()
-        values = {key: value_of(self.job.cfg, key) for key in _OF_RUN_STEP}
+        cfg, defaults = self.job.cfg, default_keys()
+        keys = ("SOLVER.ACCUMULATION_STEPS", "MEMFIT.MICRO_BATCH", "MEMFIT.OOM.POLICY")
+        values = {key: value_of(cfg, key) for key in keys}
         asked = [f"{key} {v}" for key, v in values.items() if v != value_of(defaults, key)]
         if asked:
             is_inner = inner.run_step is not AccumulatingTrainer.run_step
@@ -235,29 +213,18 @@ def job_hooks(job: Job) -> list[HookBase]:
     return made
 
 
-def _check_same_iteration(first: int, output_dir: str) -> None:
-    firsts = comm.all_gather(first)  # all ranks have read their weights
-    if len(set(firsts)) > 1:
-        raise CheckpointError(
-            f"the ranks would go on from different iterations, {firsts}: OUTPUT_DIR {output_dir} "
-            "must be one folder that all of them see"
-        )
-
-
 def _write_plain_config(cfg: CfgNode) -> None:
     """Write OUTPUT_DIR/detectron2_config.yaml, with which plain Detectron2 uses the result."""
-    if not (comm.is_main_process() and cfg.OUTPUT_DIR and is_local(cfg.OUTPUT_DIR)):
+    path = os.path.join(cfg.OUTPUT_DIR, "detectron2_config.yaml")
+    if not (comm.is_main_process() and cfg.OUTPUT_DIR and is_local(path)):
+        return
+    if os.path.exists(path) and not is_config_dump(path):
+        logger.warning("%s was not written by a training, and stays as it is", path)
         return
     plain = without_memfit_keys(cfg)
     plain.MODEL.WEIGHTS = os.path.join(cfg.OUTPUT_DIR, "model_final.pth")
-    path = os.path.join(cfg.OUTPUT_DIR, "detectron2_config.yaml")
-    with suppress(OSError):  # a full disk is the checkpointer's to report
-        os.makedirs(cfg.OUTPUT_DIR, exist_ok=True)
-        if os.path.exists(path) and not is_config_dump(path):
-            logger.warning("%s was not written by a training, and stays as it is", path)
-            return
-        with whole_file(path, "w") as file:
-            file.write(plain.dump())
+    with suppress(OSError), whole_file(path, "w") as file:  # a full disk: the checkpointer says so
+        file.write(plain.dump())
 
 
 def build_trainer(
@@ -290,14 +257,9 @@ def build_trainer(
         run.not_built.discard("loader")
     else:
         run.not_built.add("config")
-    options = {"loss_fn": job.parts.loss_fn, "clip_gradients": job.parts.clip_gradients()}
-    trainer = AccumulatingTrainer(
-        compat.create_ddp_model(model, **job.parts.ddp_options()),
-        data_loader,
-        optimizer,
-        **{**run.options, **options, **kwargs},
-    )
-    why_not = "build_trainer got a data_loader. Leave that out, or turn the technique off"
-    run.complete(trainer, why_not)
+    own = {"loss_fn": job.parts.loss_fn, "clip_gradients": job.parts.clip_gradients()}
+    model = compat.create_ddp_model(model, **job.parts.ddp_options())
+    trainer = AccumulatingTrainer(model, data_loader, optimizer, **{**run.options, **own, **kwargs})
+    run.complete("build_trainer got a data_loader. Leave that out, or turn the technique off")
     trainer.run = run
     return trainer

@@ -1,23 +1,22 @@
 # Copyright (c) the d2_memfit developers.
 """Hooks that watch the memory of a run."""
 
+import ctypes
 import gc
 import json
 import logging
 import os
 import statistics
+import sys
 from collections import Counter
-from contextlib import suppress
 from itertools import combinations
 from multiprocessing import active_children
 from typing import Any, Optional
 
-import psutil
 import torch
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
-from torch import nn
 
 from .. import compat, memory
 from ..common.units import GB, MB
@@ -43,9 +42,6 @@ class MemoryHook(HookBase):
     """A hook that knows the model and its device, and runs after each forward, too."""
 
     _inner: Any = None  # the trainer that has model and optimizer, once training has begun
-    _model: nn.Module
-    _device: torch.device
-    _forward_hook: Any = None
 
     def before_train(self) -> None:
         self._inner = compat.inner_trainer(self.trainer)
@@ -54,10 +50,10 @@ class MemoryHook(HookBase):
         self._forward_hook = self._model.register_forward_hook(self.after_forward)
 
     def after_train(self) -> None:
-        if self._forward_hook is not None:  # an error may come before this hook's before_train
+        if self._inner is not None:  # an error may come before this hook's before_train
             self._forward_hook.remove()
 
-    def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         """Called as a forward hook of the model, which has no DDP around it."""
 
 
@@ -65,7 +61,7 @@ class EnforceBudget(MemoryHook):
     """Lowers the limit of a GPU's allocator as memory outside it grows.
 
     The limit set at the start cannot include kernels and buffers that are loaded at first use. This
-    memory is measured after each forward and step of the first 10 iterations, then every 100.
+    memory is measured after each forward of the first 10 iterations, then of every 100th.
 
     Args:
         budget_gb, device: as for :func:`~d2_memfit.memory.enforce_budget`.
@@ -74,15 +70,10 @@ class EnforceBudget(MemoryHook):
     def __init__(self, budget_gb: float, device: str) -> None:
         self._budget = budget_gb, device
 
-    def after_step(self) -> None:
-        done = self.trainer.iter + 1 - self.trainer.start_iter
-        if done <= _FIRST_ITERATIONS or done % _ENFORCE_PERIOD == 0:
-            memory.enforce_budget(*self._budget)
-        if done == _FIRST_ITERATIONS:
-            self._forward_hook.remove()  # later forwards load nothing new
-
     def after_forward(self, *_: Any) -> None:
-        memory.enforce_budget(*self._budget)
+        done = self.trainer.iter - self.trainer.start_iter
+        if done < _FIRST_ITERATIONS or done % _ENFORCE_PERIOD == 0:
+            memory.enforce_budget(*self._budget)
 
 
 class MemoryMonitor(MemoryHook):
@@ -94,10 +85,8 @@ class MemoryMonitor(MemoryHook):
     - ``memfit/allocated_gb``, ``memfit/reserved_gb``, and ``memfit/allocated_peak_gb``,
       ``memfit/reserved_peak_gb``, their peaks since the last report;
     - ``memfit/host_rss_gb``, the trainer's RAM on the host; ``memfit/workers_rss_gb``, that of its
-      loader's workers, and ``memfit/workers_private_gb``, without what they share;
-    - ``memfit/fragmentation``: reserved minus allocated, over reserved;
-    - ``memfit/budget_used``: peak reserved over the budget;
-    - ``memfit/alloc_retries``: total number of allocation retries.
+      loader's workers, and ``memfit/workers_private_gb``, without files and shared memory;
+    - ``memfit/alloc_retries``: total number of allocation retries, on a GPU.
 
     With several ranks each value is the largest; ``..._min`` and ``..._mean`` are added.
 
@@ -114,15 +103,13 @@ class MemoryMonitor(MemoryHook):
     """
 
     def __init__(self, period: int, budget_gb: Optional[float] = None) -> None:
-        self._period = period
-        self._budget_gb = budget_gb
+        self._period, self._budget_gb = period, budget_gb
         self._seen = [0, 0]  # most bytes since the last report: allocated, reserved
-        self._ever = [0, 0]
 
     def before_train(self) -> None:
         super().before_train()
         now = memory.device_memory(self._device)
-        self._ever = [now.peak_allocated_bytes, now.peak_reserved_bytes]
+        self._peaks = now.peak_allocated_bytes, now.peak_reserved_bytes
 
     def after_step(self) -> None:
         self.after_forward()
@@ -131,52 +118,41 @@ class MemoryMonitor(MemoryHook):
         ranks = comm.gather(self._values())
         if not comm.is_main_process():
             return
+        values: dict[str, float] = {}
         for name in ranks[0]:
-            values = [rank[name] for rank in ranks]
-            found = {"": max(values)}
+            of_ranks = [rank[name] for rank in ranks]
+            values[f"memfit/{name}"] = max(of_ranks)
             if len(ranks) > 1:
-                found |= {"_min": min(values), "_mean": statistics.mean(values)}
-            for kind, value in found.items():
-                storage = self.trainer.storage
-                storage.put_scalar(f"memfit/{name}{kind}", value, smoothing_hint=False)
-        used = max(rank["reserved_peak_gb"] for rank in ranks)
-        budget = f"/{self._budget_gb:.1f}" if self._budget_gb else ""
-        logger.info("Memory until iteration %d: %.1f%s GB", self.trainer.iter, used, budget)
+                values[f"memfit/{name}_min"] = min(of_ranks)
+                values[f"memfit/{name}_mean"] = statistics.mean(of_ranks)
+        self.trainer.storage.put_scalars(smoothing_hint=False, **values)
+        used, budget = values["memfit/reserved_peak_gb"], self._budget_gb
+        text = f"{used:.1f}/{budget:.1f}" if budget else f"{used:.1f}"
+        logger.info("Memory until iteration %d: %s GB", self.trainer.iter, text)
 
     def after_forward(self, *_: Any) -> None:
         now = memory.device_memory(self._device)
-        lag = 0 if self._device.type == "cuda" else memory.PEAK_LAG_BYTES
-        used = (now.allocated_bytes, now.reserved_bytes)
-        peaks = (now.peak_allocated_bytes, now.peak_reserved_bytes)
-        for i, peak in enumerate(peaks):
-            has_risen = peak > self._ever[i] + lag
-            self._seen[i] = max(self._seen[i], peak if has_risen else used[i])
-            if has_risen or peak < self._ever[i]:
-                self._ever[i] = peak
+        used = now.allocated_bytes, now.reserved_bytes
+        peaks = now.peak_allocated_bytes, now.peak_reserved_bytes
+        for i, before in enumerate(self._peaks):
+            has_risen = peaks[i] > before + memory.PEAK_LAG_BYTES
+            self._seen[i] = max(self._seen[i], peaks[i] if has_risen else used[i])
+        self._peaks = peaks
 
     def _values(self) -> dict[str, float]:
         now = memory.device_memory(self._device)
-        workers_rss = workers_private = 0
-        for worker in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # it has ended, or is another user's
-                info = worker.memory_full_info()
-                workers_rss += info.rss
-                workers_private += info.uss
+        workers = [memory.process_memory(worker.pid) for worker in active_children()]
         report = {
             "allocated_gb": now.allocated_bytes / GB,
             "reserved_gb": now.reserved_bytes / GB,
             "allocated_peak_gb": self._seen[0] / GB,
             "reserved_peak_gb": self._seen[1] / GB,
-            "fragmentation": 1 - now.allocated_bytes / max(now.reserved_bytes, 1),
-            "alloc_retries": 0,
-            "host_rss_gb": psutil.Process().memory_info().rss / GB,
-            "workers_rss_gb": workers_rss / GB,
-            "workers_private_gb": workers_private / GB,
+            "host_rss_gb": memory.process_memory().resident_bytes / GB,
+            "workers_rss_gb": sum(w.resident_bytes for w in workers) / GB,
+            "workers_private_gb": sum(w.anonymous_bytes for w in workers) / GB,
         }
         if self._device.type == "cuda":
             report["alloc_retries"] = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
-        if self._budget_gb:
-            report["budget_used"] = report["reserved_peak_gb"] / self._budget_gb
         self._seen = [0, 0]
         return report
 
@@ -184,8 +160,8 @@ class MemoryMonitor(MemoryHook):
 class LeakDetector(MemoryHook):
     """Warns once for each kind of memory that grows steadily, and names the tensors that grow.
 
-    It measures after each iteration: tensors on a GPU, the host's memory that malloc has given out,
-    and the RAM of the loader's workers.
+    It measures after each iteration: tensors on a GPU, the RAM of the process without files, and
+    that of the loader's workers.
 
     Args:
         window: iterations over which memory must grow.
@@ -195,57 +171,56 @@ class LeakDetector(MemoryHook):
     def __init__(self, window: int = 400, skip: int = 50) -> None:
         self._window, self._skip = window, skip
         self._used: dict[str, list[float]] = {}  # MB by kind, after each iteration of this window
-        self._largest = 0  # numbers in the largest tensor of a batch
         self._said: set[str] = set()
         self._tensors: Counter[Any] = Counter()  # when the window began
-
-    def after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Restart the window if images are larger than before, as they may need more memory."""
-        largest = max((tensor.numel() for tensor in memory.tensors_in(args)), default=0)
-        if largest > self._largest:
-            self._largest = largest
-            self._used.clear()
 
     def after_step(self) -> None:
         if self.trainer.iter - self.trainer.start_iter < self._skip:
             return
         if not self._used:
-            self._tensors = self._live_tensors()
+            _collect()
+            self._tensors = memory.live_tensors(self._model, self._inner.optimizer)
         for kind, used in self._measure().items():
-            self._used.setdefault(kind, []).append(used)
-        if len(next(iter(self._used.values()))) == self._window:
-            self._warn()
-            self._used.clear()
+            series = self._used.setdefault(kind, [])
+            series.append(used)
+            if len(series) == self._window:
+                self._warn(kind, series)
+                del self._used[kind]
 
     def _measure(self) -> dict[str, float]:
-        devices = {torch.device("cpu"), self._device}
-        used = {f"memory in use on {d}": memory.used_bytes(d) / MB for d in devices}
-        of_workers = sum(memory.process_memory(w.pid).anonymous_bytes for w in active_children())
-        used["memory of the data loader's workers"] = of_workers / MB
-        return used
+        own = memory.process_memory().anonymous_bytes
+        workers = sum(memory.process_memory(w.pid).anonymous_bytes for w in active_children())
+        used = {"memory in use on cpu": own, "memory of the data loader's workers": workers}
+        if self._device.type == "cuda":
+            used[f"memory in use on {self._device}"] = torch.cuda.memory_allocated(self._device)
+        return {kind: num_bytes / MB for kind, num_bytes in used.items()}
 
-    def _live_tensors(self) -> Counter[tuple[str, str]]:
-        return memory.live_tensors(self._model, self._inner.optimizer)
+    def _warn(self, kind: str, used: list[float]) -> None:
+        least = self._window * _LEAST_MB
+        if kind in self._said or not rises_steadily(used, least):
+            return
+        _collect()
+        growth = self._measure()[kind] - used[0]
+        if growth < least:
+            return
+        self._said.add(kind)
+        tensors = memory.live_tensors(self._model, self._inner.optimizer) - self._tensors
+        logger.warning(
+            "The %s grows by %.1f MB per 1000 iterations, over the last %d. Growing tensors: %s. "
+            "What keeps them, or other objects, from iteration to iteration?",
+            kind,
+            growth * 1000 / self._window,
+            self._window,
+            ", ".join(f"{name} ({size / MB:.1f} MB)" for (_, name), size in tensors.most_common(3))
+            or "none",
+        )
 
-    def _warn(self) -> None:
-        for kind, used in self._used.items():
-            least = self._window * _LEAST_MB
-            if kind in self._said or not rises_steadily(used, least):
-                continue
-            gc.collect()  # Python may keep garbage in cycles for hundreds of iterations
-            growth = self._measure()[kind] - used[0]
-            if growth < least:
-                continue
-            self._said.add(kind)
-            tensors = (self._live_tensors() - self._tensors).most_common(3)
-            logger.warning(
-                "The %s grows by %.1f MB per 1000 iterations, over the last %d. Growing tensors: "
-                "%s. What keeps them, or other objects, from iteration to iteration?",
-                kind,
-                growth * 1000 / self._window,
-                self._window,
-                ", ".join(f"{name} ({size / MB:.1f} MB)" for (_, name), size in tensors) or "none",
-            )
+
+def _collect() -> None:
+    """Free garbage in cycles, which Python may keep for hundreds of iterations, in malloc too."""
+    gc.collect()
+    if sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc's
 
 
 def rises_steadily(values: list[float], at_least: float) -> bool:
@@ -299,13 +274,13 @@ class MemorySnapshot(MemoryHook):
         if self._inner is not None:
             self._inner.out_of_memory_observers.remove(self._write)
             if self._device.type == "cuda":
-                record_memory_history(None)
+                record_memory_history(0)
 
     def _write(self) -> None:
         if self._num_written == _MOST_SNAPSHOTS:
             return
         self._num_written += 1
-        total = memory.used_bytes(self._device)
+        total = memory.device_memory(self._device).allocated_bytes
         sizes = memory.live_tensors(self._model, self._inner.optimizer, self._device)
         owners = Counter({"other": max(total - sum(sizes.values()), 0)})
         for (owner, _), size in sizes.items():

@@ -49,14 +49,13 @@ def launch(
     SIGTERM if this process is gone.
 
     Raises:
-        ConfigError: a launcher's variable is not a number, or is out of range.
+        ConfigError: there are fewer GPUs here, or several machines have no address.
         SystemExit: such a signal ended the processes. The status is 128 + its number.
     """
     ranks_here, num_ranks = num_gpus_per_machine, world_size(num_gpus_per_machine, num_machines)
     if _is_torchrun():
-        ranks_here = _variable("LOCAL_WORLD_SIZE", range(1, num_ranks + 1))
-        local_rank = _variable("LOCAL_RANK", range(ranks_here))
-        first = _variable("RANK", range(num_ranks)) - local_rank
+        ranks_here, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+        first = int(os.environ["RANK"]) - local_rank
         _run_rank(local_rank, "env://", num_ranks, ranks_here, first, timeout, main_func, args)
     elif num_ranks == 1:
         main_func(*args)
@@ -79,13 +78,9 @@ def launch(
 
 
 def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
-    """Number of ranks that :func:`launch` would start with these arguments.
-
-    Raises:
-        ConfigError: WORLD_SIZE is not a valid number of ranks.
-    """
+    """Number of ranks that :func:`launch` would start with these arguments."""
     if _is_torchrun():
-        return _variable("WORLD_SIZE", range(1, 2**16))
+        return int(os.environ["WORLD_SIZE"])
     return max(1, num_gpus_per_machine * num_machines)
 
 
@@ -112,17 +107,6 @@ def _is_torchrun() -> bool:
     return all(name in os.environ for name in names)
 
 
-def _variable(name: str, allowed: range) -> int:
-    """Value of a variable set by a launcher."""
-    text = os.environ[name]
-    if not text.isdecimal() or int(text) not in allowed:
-        raise ConfigError(
-            f"the environment variable {name} must be a number of {allowed[0]} to {allowed[-1]}, "
-            f"got {text!r}. torchrun sets it; unset it to start without a launcher"
-        )
-    return int(text)
-
-
 def _run_rank(
     local_rank: int,
     url: Optional[str],
@@ -146,12 +130,8 @@ def _run_rank(
     if num_gpus:
         torch.cuda.set_device(local_rank % num_gpus)
     if 0 < num_gpus < ranks_here and local_rank == 0:
-        logger.warning(
-            "%d ranks share %d GPUs, so they communicate over gloo, and each takes its own memory "
-            "there. Start as many ranks as there are GPUs",
-            ranks_here,
-            num_gpus,
-        )
+        text = "%d ranks share the memory of %d GPUs, over gloo. Start as many ranks as GPUs"
+        logger.warning(text, ranks_here, num_gpus)
     store, rank = None, first + local_rank
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if url == "env://" and attempt is not None and ranks_here == num_ranks:

@@ -3,20 +3,18 @@
 
 import logging
 from datetime import datetime, timezone
-from typing import Any, Optional
+from typing import Any
 
-import torch
 from detectron2.config import CfgNode
-from torch import nn
 
 from .. import memory
 from ..common.checks import value_of
 from ..common.files import is_local
 from ..common.units import GB
 from ..config import default_keys, keys_of
-from ..job import Job, padded_area, size_of
+from ..job import Job, size_of
 from .hooks import MemoryHook
-from .window import count_objects
+from .window import count_objects, dataset_dicts
 
 __all__ = ["PeakRecorder", "settings_of"]
 
@@ -39,18 +37,16 @@ class PeakRecorder(MemoryHook):
         self._job = job
         self._before = 0  # peak allocated, before the step
         self._peaks = 0, 0  # allocated, reserved
-        self._outside: Optional[int] = 0
+        self._outside = 0
         self._had_errors = False
-        self._micro_batch = self._peak_micro_batch = (0, 0, 0, 0)
+        self._micro_batch = self._peak_micro_batch = (0, 0, 0, 0)  # images, height, width, objects
 
     def before_train(self) -> None:
         super().before_train()
         self._inner.out_of_memory_observers.append(self._note_error)
         if self._device.type != "cuda":
-            states = memory.optimizer_states(self._inner.optimizer)
-            tensors = [*self._model.parameters(), *self._model.buffers(), *states]
-            of_model = {s.data_ptr(): s.nbytes() for s in memory.storages(tensors)}
-            self._outside = memory.process_memory().data_bytes - sum(of_model.values())
+            of_model = sum(t.nbytes for t in [*self._model.parameters(), *self._model.buffers()])
+            self._outside = memory.process_memory().data_bytes - of_model
 
     def _note_error(self) -> None:
         self._had_errors = True
@@ -59,48 +55,37 @@ class PeakRecorder(MemoryHook):
         self._micro_batch = 0, 0, 0, 0
         self._before = memory.device_memory(self._device).peak_allocated_bytes
 
-    def after_forward(self, model: nn.Module, args: tuple[Any, ...], *_: Any) -> None:
+    def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
         if model.training and args:
-            self._micro_batch = max(self._micro_batch, _shape(args[0]), key=_need)
+            images = list(dataset_dicts(args[0]))
+            shape = len(images), *size_of(images), count_objects(images)
+            self._micro_batch = max(self._micro_batch, shape, key=lambda s: s[0] * s[1] * s[2])
 
     def after_step(self) -> None:
-        is_gpu = self._device.type == "cuda"
         now = memory.device_memory(self._device)
         peak = now.peak_allocated_bytes
-        if peak <= self._before + (0 if is_gpu else memory.PEAK_LAG_BYTES):
+        if peak <= self._before + memory.PEAK_LAG_BYTES:
             return
         self._peak_micro_batch = self._micro_batch
-        if not is_gpu:
-            assert self._outside is not None  # it is known of a process
+        if self._device.type == "cuda":
+            self._peaks = peak, now.peak_reserved_bytes
+            self._outside = max(self._outside, memory.cuda_context_bytes(self._device))
+        else:
             private = now.reserved_bytes + peak - now.allocated_bytes  # stacks of threads too
             self._peaks = (private - self._outside,) * 2
-            return
-        self._peaks = peak, now.peak_reserved_bytes
-        free, total = torch.cuda.mem_get_info(self._device)
-        taken = total - free - now.reserved_bytes
-        if taken > memory.cuda_context_bytes(self._device):  # other processes use the GPU
-            self._outside = None
-        elif self._outside is not None:
-            self._outside = max(self._outside, taken)
 
     def after_train(self) -> None:
         super().after_train()
-        if self._forward_hook is None or not self._peaks[0]:
+        folder, iterations = self._job.cfg.OUTPUT_DIR, self.trainer.iter - self.trainer.start_iter
+        if self._inner is None or not self._peaks[0] or iterations < _FEWEST:
             return
-        iterations = self.trainer.iter - self.trainer.start_iter
-        if iterations < _FEWEST:
-            return
-        folder = self._job.cfg.OUTPUT_DIR
-        try:
-            self._log()
-            if is_local(folder):
-                self._record(iterations).write(folder)
-        except Exception as e:  # no run ends for its record
-            reason = getattr(e, "strerror", None) or e
-            logger.warning("The peaks of this run cannot be kept in %s (%s)", folder, reason)
-
-    def _record(self, iterations: int) -> memory.RunRecord:
-        return memory.RunRecord(
+        allocated, reserved = self._peaks
+        text = "Peaks of training: %.2f GB allocated, %.2f GB reserved, %.2f GB outside of both"
+        logger.info(text, allocated / GB, reserved / GB, self._outside / GB)
+        if predicted := self._job.cfg.MEMFIT.PLAN.PREDICTED_GB:
+            text = "The plan predicted %.2f, %.2f and %.2f GB for its largest images"
+            logger.info(text, *predicted)
+        record = memory.RunRecord(
             date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
             here=memory.device_and_software(self._device),
             ranks=self._job.ranks,
@@ -109,33 +94,16 @@ class PeakRecorder(MemoryHook):
             iterations=iterations,
             micro_batch=self._peak_micro_batch,
             had_errors=self._had_errors,
-            allocated_bytes=self._peaks[0],
-            reserved_bytes=self._peaks[1],
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
             outside_bytes=self._outside,
             expandable_segments=memory.segments_expand(self._job.budget_gb is not None),
         )
-
-    def _log(self) -> None:
-        outside = "an unknown number of" if self._outside is None else f"{self._outside / GB:.2f}"
-        logger.info(
-            "Peaks of training: %.2f GB allocated, %.2f GB reserved, %s GB outside the allocator",
-            *(peak / GB for peak in self._peaks),
-            outside,
-        )
-        if predicted := self._job.cfg.MEMFIT.PLAN.PREDICTED_GB:
-            text = "The plan predicted %.2f, %.2f and %.2f GB for its largest images"
-            logger.info(text, *predicted)
-
-
-def _shape(batch: Any) -> tuple[int, int, int, int]:
-    """Images, height and width to which they are padded, and objects in all of them."""
-    images = batch if isinstance(batch, (list, tuple)) else [batch]
-    dicts = [image for image in images if isinstance(image, dict)]
-    return len(dicts), *size_of(dicts), count_objects(dicts)
-
-
-def _need(shape: tuple[int, int, int, int]) -> tuple[int, int]:
-    return shape[0] * padded_area((shape[1], shape[2])), shape[3]
+        try:
+            if is_local(folder):
+                record.write(folder)
+        except OSError as e:  # no run ends for its record
+            logger.warning("The peaks of this run cannot be kept in %s (%s)", folder, e)
 
 
 def settings_of(cfg: CfgNode) -> dict[str, Any]:

@@ -16,11 +16,8 @@ __all__ = [
     "use_expandable_segments",
 ]
 
-_NAME = "PYTORCH_CUDA_ALLOC_CONF"
-_NEW_NAME = "PYTORCH_ALLOC_CONF"
-# The first PyTorch that also reads CUDA's options by the new name; 2.9 has the name and ignores the
-# options (pytorch#183387).
-_READS_NEW_NAME = (2, 11)
+# The variables with the options of PyTorch's allocator. It reads the second one from 2.11 on.
+_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _OPTION = "expandable_segments:True"
 
 # Entries of caches that libraries never empty, and that count towards a budget.
@@ -35,9 +32,6 @@ _CACHES = {
     "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT": "2000",
 }
 
-# Numbers for each thread, from which on PyTorch uses all its threads (at::internal::GRAIN_SIZE).
-_PARALLEL_FROM = 2**15
-
 
 def use_expandable_segments() -> None:
     """Let PyTorch's CUDA allocator grow its segments, against fragmentation.
@@ -46,7 +40,7 @@ def use_expandable_segments() -> None:
     not change.
     """
     if not torch.cuda.is_initialized() and _options() is None:
-        os.environ[_NAME] = _OPTION
+        os.environ[_NAMES[0]] = _OPTION
 
 
 def segments_expand(under_budget: bool = True) -> bool:
@@ -64,10 +58,7 @@ def segments_expand(under_budget: bool = True) -> bool:
 
 
 def _options() -> Optional[str]:
-    """The options that this PyTorch reads: the first that are set."""
-    release = tuple(map(int, torch.__version__.split(".")[:2]))
-    names = [_NAME, _NEW_NAME] if release >= _READS_NEW_NAME else [_NAME]
-    return next(filter(None, map(os.environ.get, names)), None)
+    return next(filter(None, map(os.environ.get, _NAMES)), None)
 
 
 def limit_library_caches() -> None:
@@ -85,17 +76,13 @@ def take_library_buffers() -> None:
     """Let libraries take the memory that they cannot do without, before a limit is set.
 
     OpenBLAS takes a buffer of 32 MB at its first product. Without memory for it, it asks again and
-    again, and never returns (blas_memory_alloc in driver/others/memory.c). SciPy has an OpenBLAS of
-    its own. libgomp ends the process if it cannot start a thread (gomp_fatal in libgomp/team.c).
-    oneDNN and OpenCV raise an error, but each has threads and tables that it takes once.
+    again, and never returns (blas_memory_alloc in driver/others/memory.c). libgomp ends the process
+    if it cannot start a thread (gomp_fatal in libgomp/team.c). oneDNN raises an error, but has
+    threads and tables that it takes once.
     """
     square = np.ones((1024, 1024), np.float32)  # large enough for all of OpenBLAS's threads
     _ = square @ square
     _ = torch.from_numpy(square) @ torch.from_numpy(square)  # MKL keeps some 10 MB
-    if "scipy.linalg" in sys.modules:
-        sys.modules["scipy.linalg"].blas.sgemm(1.0, square, square)
-    torch.ones(torch.get_num_threads() * _PARALLEL_FROM)
+    torch.ones(torch.get_num_threads() * 2**15)  # at::internal::GRAIN_SIZE: starts all threads
     image = torch.ones(1, 8, 64, 64, requires_grad=True)
     torch.nn.functional.conv2d(image, torch.ones(8, 8, 3, 3)).sum().backward()
-    if "cv2" in sys.modules:
-        sys.modules["cv2"].GaussianBlur(np.zeros((1024, 1024, 3), np.uint8), (5, 5), 1)

@@ -2,9 +2,7 @@
 """A memory budget that a job cannot exceed."""
 
 import ctypes
-import faulthandler
 import logging
-import math
 import sys
 from typing import Any, Optional, Union
 
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from ..common.checks import fits
 from ..common.units import GB
 from ..errors import ConfigError
-from .allocator import limit_library_caches, take_library_buffers
+from .allocator import limit_library_caches, take_library_buffers, use_expandable_segments
 from .readings import available_host_bytes, process_memory
 
 __all__ = [
@@ -29,11 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 # Upper limits of a process's GPU memory without its tensors. CUDA does not tell it from the memory
-# of other processes. What is above the first limit at the first look belongs to others.
+# of other processes, so what is above the limit belongs to others.
 # CUDA context and kernels: 0.3 to 0.6 GB, by card, driver and PyTorch (pytorch#107667, #109888).
-_LARGEST_CONTEXT_GB = 0.75
-# The same after more kernels are loaded: twice as much, so that no card's own kernels are cut off.
-_LARGEST_GROWN_GB = 1.5
+_LARGEST_CONTEXT_GB = 1.0
 # NCCL's buffers, with several ranks: 0.5 to 1.6 GB (nccl#964, #864, #1685).
 _LARGEST_NCCL_GB = 1.6
 
@@ -46,9 +42,6 @@ _FREE_ON_HOST_GB = 0.5
 # its last block is in use. Above it, each block goes back to the system when it is freed.
 _MMAP_THRESHOLD_BYTES = 2**20
 _M_MMAP_THRESHOLD = -3  # <malloc.h>
-
-# Share of a card: a smaller difference between two limits is not logged.
-_SAME_SHARE = 0.002
 
 # By device, the limit that a budget has replaced.
 _replaced: dict[str, Any] = {}
@@ -72,8 +65,7 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
 
     It is the free memory plus the memory of this process, less a margin. On a GPU the CUDA context
     is started first. On the CPU it is the available RAM, divided by the ranks of the machine. The
-    limits of a container count (cgroup v1 and v2). It is at most the limit of the process, if it
-    has one (ulimit -d).
+    limits of a container count (cgroup v1 and v2).
 
     Args:
         device: as in MODEL.DEVICE.
@@ -84,30 +76,22 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
         ConfigError: there is no such GPU, or nothing is left.
     """
     kind = torch.device(device).type
+    free = taken = 0.0
     if kind == "cuda" and torch.cuda.is_available():
+        use_expandable_segments()
         free = torch.cuda.mem_get_info(_index(device))[0] - _FREE_ON_GPU_GB * GB
         taken = torch.cuda.memory_reserved(_index(device)) + cuda_context_bytes(device)
     elif kind == "cpu":
         taken = process_memory().data_bytes
         free = (available_host_bytes() - _FREE_ON_HOST_GB * GB) / ranks_here - host_bytes
-        free = min(free, _limit_of_process() - taken)
-    else:
-        raise ConfigError(
-            f"MEMFIT.BUDGET_GB auto measures what is free on the device {device}, and no such "
-            "device is visible. Name a budget in GB, or a card: --card 6GB; for the CPU, "
-            "MODEL.DEVICE cpu"
-        )
     if free <= 0:
         raise ConfigError(
-            f"MEMFIT.BUDGET_GB auto: nothing is free on the device {device}. End the processes "
-            "that use it, or lower DATALOADER.NUM_WORKERS on a CPU"
+            f"MEMFIT.BUDGET_GB auto: nothing is free on the device {device}, or it is not visible. "
+            "End the processes that use it, or lower DATALOADER.NUM_WORKERS on a CPU; or name a "
+            "budget in GB, or a card: --card 6GB"
         )
-    logger.info(
-        "MEMFIT.BUDGET_GB auto on the device %s: %.2f GB, of which %.2f GB are taken already",
-        device,
-        (free + taken) / GB,
-        taken / GB,
-    )
+    text = "MEMFIT.BUDGET_GB auto on the device %s: %.2f GB, of which %.2f GB are taken already"
+    logger.info(text, device, (free + taken) / GB, taken / GB)
     return (free + taken) / GB
 
 
@@ -128,22 +112,17 @@ def enforce_budget(budget_gb: Optional[float], device: str) -> None:
         device: as in MODEL.DEVICE.
 
     Raises:
-        ConfigError: it is not a number above 0, the device has less memory, or the process takes
+        ConfigError: it is not above 0, the device has less memory, or the process takes
             more already. The limit then does not change.
     """
-    check_budget(budget_gb)
     kind = torch.device(device).type
     if kind == "cuda" and (budget_gb is not None or _replaced):
         _limit_cuda(budget_gb, device)
     elif kind == "cpu" and sys.platform == "linux":
         _limit_process(budget_gb)
     elif budget_gb is not None:
-        logger.warning(
-            "MEMFIT.BUDGET_GB %g is not enforced on the device %s of %s",
-            budget_gb,
-            device,
-            sys.platform,
-        )
+        text = "MEMFIT.BUDGET_GB %g is not enforced on the device %s of %s"
+        logger.warning(text, budget_gb, device, sys.platform)
 
 
 def return_large_blocks() -> None:
@@ -158,10 +137,10 @@ def cuda_context_bytes(device: Union[torch.device, str]) -> int:
     free, total = torch.cuda.mem_get_info(index)
     taken = total - free - torch.cuda.memory_reserved(index)
     has_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
-    nccl_gb = _LARGEST_NCCL_GB if has_nccl else 0.0
-    others = max(taken - int((_LARGEST_CONTEXT_GB + nccl_gb) * GB), 0)
+    most = int((_LARGEST_CONTEXT_GB + (_LARGEST_NCCL_GB if has_nccl else 0)) * GB)
+    others = max(taken - most, 0)
     _others[index] = min(_others.get(index, others), others)
-    return min(taken - _others[index], int((_LARGEST_GROWN_GB + nccl_gb) * GB))
+    return min(taken - _others[index], most)
 
 
 def _index(device: Union[torch.device, str]) -> int:
@@ -171,44 +150,29 @@ def _index(device: Union[torch.device, str]) -> int:
 
 def _limit_cuda(budget_gb: Optional[float], device: str) -> None:
     index = _index(device)
-    # PyTorch before 2.7 does not say what the share is; it is 1 unless somebody has set one.
-    now = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(index)
     if budget_gb is None:
-        torch.cuda.set_per_process_memory_fraction(_replaced.pop(f"cuda:{index}", now), index)
+        torch.cuda.set_per_process_memory_fraction(_replaced.pop(f"cuda:{index}", 1.0), index)
         return
+    use_expandable_segments()
     free, total = (n / GB for n in torch.cuda.mem_get_info(index))
-    if budget_gb > total:
+    context = cuda_context_bytes(device) / GB
+    if not context < budget_gb <= total:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} is more than the {total:.2f} GB of "
-            f"{torch.cuda.get_device_name(index)}. Name the card's size: --card 6GB for one that "
-            "is sold with 6 GB"
-        )
-    context = cuda_context_bytes(device) / GB
-    if budget_gb <= context:
-        raise ConfigError(
-            f"MEMFIT.BUDGET_GB {budget_gb:g} does not hold the CUDA context, {context:.2f} GB. "
-            "Give more"
+            f"{torch.cuda.get_device_name(index)}, or less than its CUDA context, {context:.2f} "
+            "GB. Name the card's size: --card 6GB for one that is sold with 6 GB"
         )
     available = free + torch.cuda.memory_reserved(index) / GB + context
     if available < budget_gb:
-        logger.warning(
-            "MEMFIT.BUDGET_GB %g: other processes use the GPU, and only %.2f GB are left. End them "
-            "(nvidia-smi), or lower the budget",
-            budget_gb,
-            available,
-        )
+        text = "MEMFIT.BUDGET_GB %g: others leave %.2f GB of the GPU. End them (nvidia-smi)"
+        logger.warning(text, budget_gb, available)
     limit_library_caches()
-    share = min((budget_gb - context) / total, _replaced.setdefault(f"cuda:{index}", now))
+    share = (budget_gb - context) / total
     torch.cuda.set_per_process_memory_fraction(share, index)
-    if abs(share - now) > _SAME_SHARE:
-        logger.info(
-            "MEMFIT.BUDGET_GB %.4g on cuda:%d: PyTorch's allocator may take %.2f GB, and %.2f GB "
-            "are taken outside of it",
-            budget_gb,
-            index,
-            share * total,
-            context,
-        )
+    if f"cuda:{index}" not in _replaced:
+        text = "MEMFIT.BUDGET_GB %.4g: PyTorch's allocator may take %.2f GB of the GPU"
+        logger.info(text, budget_gb, share * total)
+    _replaced[f"cuda:{index}"] = 1.0
 
 
 def _limit_process(budget_gb: Optional[float]) -> None:
@@ -227,34 +191,7 @@ def _limit_process(budget_gb: Optional[float]) -> None:
             "process takes before training"
         )
     return_large_blocks()
-    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)  # oneDNN may crash, see limit_library_caches
-    limit = int(min(budget_gb * GB, _limit_of_process()))
-    if limit < int(budget_gb * GB):
-        logger.warning(
-            "MEMFIT.BUDGET_GB %g: the process is limited to %.2f GB already (ulimit -d). Plan for "
-            "that, or raise it",
-            budget_gb,
-            limit / GB,
-        )
+    limit = int(budget_gb * GB) if hard < 0 else min(int(budget_gb * GB), hard)  # -1: none
     _replaced.setdefault("cpu", soft)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    if limit != soft:
-        logger.info(
-            "MEMFIT.BUDGET_GB %.4g on the CPU: the process may take %.2f GB of private memory, and "
-            "has taken %.2f GB",
-            budget_gb,
-            limit / GB,
-            taken / GB,
-        )
-
-
-def _limit_of_process() -> float:
-    """Limit of the process's private memory, in bytes, without the budget."""
-    if sys.platform != "linux":
-        return math.inf
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = (_replaced.get("cpu", soft), hard)
-    return min([limit for limit in limits if limit != resource.RLIM_INFINITY], default=math.inf)
+    logger.info("MEMFIT.BUDGET_GB %.4g: %.2f GB are taken already", limit / GB, taken / GB)

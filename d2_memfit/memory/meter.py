@@ -20,7 +20,6 @@ __all__ += ["optimizer_states", "storages", "tensors_in"]
 
 _Meter = TypeVar("_Meter", bound="OwnerMeter")
 
-_MODEL = "activations: model"  # made by the model's own code, between its modules
 _on_host = ContextVar("_on_host", default=False)
 _plain = torch.Tensor.__torch_dispatch__
 
@@ -79,7 +78,7 @@ class TensorMeter(TorchDispatchMode):
         made = tensors_in(result)
         if self.counts == ("device" if _on_host.get() else "host"):
             self._ignore(made)
-        for storage in _storages_of(made):
+        for storage in storages(made):
             address = storage_id(storage)
             if address in self._counted or address not in self._watches:
                 self._count(storage)
@@ -88,7 +87,7 @@ class TensorMeter(TorchDispatchMode):
 
     def _ignore(self, tensors: list[torch.Tensor]) -> None:
         """Never count these tensors, unless they are counted already."""
-        for storage in _storages_of(tensors):
+        for storage in storages(tensors):
             self._watch(storage)
 
     def _call(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
@@ -129,13 +128,12 @@ def _gone(meter_ref: "weakref.ref[TensorMeter]", address: int, _: Any) -> None:
 class OwnerMeter(TensorMeter):
     """A :class:`TensorMeter` for the model's device that knows the owner of each tensor.
 
-    Tensors of the model, its gradients, the optimizer, and others that Python knows at the start
-    count, too.
+    Tensors of the model, its gradients and the optimizer count from the start.
 
     Owners are "parameters", "buffers", "gradients", "optimizer", and these:
 
-    - "inputs": made by the model from its batch before it calls a module;
-    - "activations: " and a top-level module of the model, or a stage of the backbone;
+    - "activations: " and a top-level module of the model, or a stage of an FPN's bottom_up; "model"
+      is for the model's own code;
     - "backward": needed only by the backward;
     - "other": made outside of the model.
 
@@ -178,9 +176,7 @@ class OwnerMeter(TensorMeter):
         return super().__enter__()
 
     def _own_others(self) -> None:
-        for tensor in _dense_tensors():  # such as another copy of the model
-            if storage_id(tensor.untyped_storage()) not in self._owners:
-                self.own("other", tensor)
+        """Assign more tensors from before to owners."""
 
     def __exit__(self, *error: Any) -> None:
         while self._hooks:
@@ -189,14 +185,8 @@ class OwnerMeter(TensorMeter):
         super().__exit__(*error)
 
     def _enter_module(self, name: str) -> None:
-        if not name:
-            self._running.append("inputs")
-            return
-        if self._running == ["inputs"]:
-            self._running = [_MODEL]
-        parts = name.split(".")
-        is_stage = parts[0] == "backbone" and parts[1:] and parts[1].startswith("res")
-        depth = 3 if parts[:2] == ["backbone", "bottom_up"] else 2 if is_stage else 1
+        parts = (name or "model").split(".")
+        depth = 3 if parts[:2] == ["backbone", "bottom_up"] else 1
         self._running.append("activations: " + ".".join(parts[:depth]))
 
     def _leave_module(self) -> None:
@@ -245,28 +235,16 @@ def have_operators(types: Iterable[type]) -> bool:
 
 def storages(values: Any) -> list[torch.UntypedStorage]:
     """Storages of all tensors in nested containers; sparse and meta tensors have none."""
-    return _storages_of(tensors_in(values))
-
-
-def _storages_of(tensors: list[torch.Tensor]) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in tensors if not t.is_meta and t.layout is torch.strided]
+    dense = (t for t in tensors_in(values) if not t.is_meta and t.layout is torch.strided)
+    return [tensor.untyped_storage() for tensor in dense]
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples and dicts, in order."""
-    found: list[torch.Tensor] = []
-    _collect((values,), found)
-    return found
-
-
-def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            _collect(value, found)
-        elif isinstance(value, dict):
-            _collect(value.values(), found)
+    if isinstance(values, (list, tuple, dict)):
+        inner = values.values() if isinstance(values, dict) else values
+        return [tensor for value in inner for tensor in tensors_in(value)]
+    return [values] if isinstance(values, torch.Tensor) else []
 
 
 def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -131,17 +131,13 @@ def with_room(make: Callable[[], _Made], device: torch.device) -> _Made:
     return make()
 
 
-def release_memory(device: torch.device, thorough: bool = True) -> None:
+def release_memory(device: torch.device) -> None:
     """Free unreferenced memory, on the device and on the host.
 
     Call it outside the ``except`` block: the traceback of a handled error keeps the tensors of its
     frames alive (pytorch/pytorch#18853).
-
-    Args:
-        thorough: whether to look for cycles among all objects, which takes some tenths of a second,
-            or only among young ones.
     """
-    gc.collect(2 if thorough else 1)
+    gc.collect()
     # A backward that failed leaves tasks in the queue of its thread, with the graph and gradients
     # that belong to them. The next backward of the thread throws them away.
     torch.ones((), requires_grad=True).backward()

@@ -1,21 +1,18 @@
 # Copyright (c) the d2_memfit developers.
 """Readings of the memory that the process takes of the host and of a device, and what is left."""
 
-import ctypes
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Union
 
 import psutil
 import torch
 
 __all__ = ["PEAK_LAG_BYTES", "DeviceMemory", "ProcessMemory"]
-__all__ += ["available_host_bytes", "device_memory", "process_memory", "used_bytes"]
+__all__ += ["available_host_bytes", "device_memory", "process_memory"]
 
 # On Linux, the peak of a process may rise by this much after memory was freed.
 PEAK_LAG_BYTES = 2**20
@@ -28,8 +25,6 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-# struct mallinfo2 of glibc's malloc.h.
-_MALLINFO = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
 @dataclass(frozen=True)
@@ -75,31 +70,6 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(own.resident_bytes, own.data_bytes, peak, own.data_bytes)
 
 
-def used_bytes(device: torch.device) -> int:
-    """Bytes in use on a device, without the caches of allocators.
-
-    On the CPU it is what malloc has given out (glibc), or else the process's RAM.
-    """
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    mallinfo = _mallinfo()
-    if mallinfo is None:
-        return process_memory().resident_bytes
-    info = mallinfo()
-    return info.uordblks + info.hblkhd
-
-
-@cache
-def _mallinfo() -> Optional[Callable[[], Any]]:
-    """glibc's function, from 2.33 on."""
-    if sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "mallinfo2"):
-        return None
-    fields = [(name, ctypes.c_size_t) for name in _MALLINFO.split()]
-    mallinfo = ctypes.CDLL(None).mallinfo2
-    mallinfo.restype = type("MallocInfo", (ctypes.Structure,), {"_fields_": fields})
-    return mallinfo
-
-
 def available_host_bytes() -> int:
     """RAM that processes can still take without swapping, in bytes.
 
@@ -111,10 +81,8 @@ def available_host_bytes() -> int:
         for limit, usage, files in _CGROUP_FILES:
             with suppress(OSError, ValueError):  # no such file, or "max"
                 free = int((folder / limit).read_text()) - int((folder / usage).read_text())
-                cached = 0
-                with suppress(OSError, ValueError):
-                    lines = (folder / "memory.stat").read_text().splitlines()
-                    cached = int(dict(line.split() for line in lines).get(files, 0))
+                stat = (folder / "memory.stat").read_text()
+                cached = int(dict(map(str.split, stat.splitlines())).get(files, 0))
                 left.append(max(free + cached, 0))
     return min(left)
 

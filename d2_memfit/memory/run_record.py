@@ -6,16 +6,14 @@ import os
 import platform
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
-import psutil
 import torch
 
 from .. import __version__
 from ..common.files import whole_file
 from ..common.reading import Name, load_fields, load_json
 from ..common.units import MB
-from ..errors import DataError
 
 __all__ = ["RunRecord", "device_and_software"]
 
@@ -39,8 +37,7 @@ class RunRecord:
         allocated_bytes: peak allocated. On the CPU it is the private memory that training takes.
         reserved_bytes: peak reserved; on the CPU the same.
         outside_bytes: memory outside the allocator. On a GPU it is the context with kernels and
-            NCCL, or None if other processes use the GPU. On the CPU it is the private memory of the
-            process before training.
+            NCCL. On the CPU it is the private memory of the process before training.
         expandable_segments: whether segments of the allocator grew.
     """
 
@@ -54,12 +51,8 @@ class RunRecord:
     had_errors: bool
     allocated_bytes: int
     reserved_bytes: int
-    outside_bytes: Optional[int]
+    outside_bytes: int
     expandable_segments: bool
-
-    @property
-    def has_budget(self) -> bool:
-        return self.settings.get("MEMFIT.BUDGET_GB") is not None
 
     def write(self, folder: Name) -> None:
         """Write memfit_peaks.json.
@@ -68,9 +61,8 @@ class RunRecord:
             OSError: it cannot be written.
         """
         os.makedirs(folder, exist_ok=True)
-        text = json.dumps(asdict(self), indent=1, default=list)  # a LazyConfig has other lists
         with whole_file(Path(folder) / _FILE_NAME, "w") as file:
-            file.write(f"{text}\n")
+            json.dump(asdict(self), file, indent=1, default=list)  # a LazyConfig has other lists
 
     @classmethod
     def read(cls, folder: Name) -> "RunRecord":
@@ -81,9 +73,6 @@ class RunRecord:
         """
         path = Path(folder) / _FILE_NAME
         record: RunRecord = load_fields(cls, load_json(path, "the record of a run "), str(path))
-        numbers = (value for value in asdict(record).values() if isinstance(value, int))
-        if min(numbers) < 0:
-            raise DataError(f"{path} has negative numbers")
         return record
 
 
@@ -91,10 +80,7 @@ def device_and_software(device: torch.device) -> dict[str, Any]:
     """The device, and the software that decides about memory, to which a record applies."""
     here: dict[str, Any] = {"d2_memfit": __version__, "torch": torch.__version__}
     if device.type != "cuda":
-        here.update(device=platform.machine(), cores=os.cpu_count())
-        here["memory_mb"] = psutil.virtual_memory().total // MB
-        return here
-    properties = torch.cuda.get_device_properties(device)
-    here.update(device=properties.name, memory_mb=properties.total_memory // MB)
-    here.update(cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
-    return here
+        return {**here, "device": platform.machine(), "cores": os.cpu_count()}
+    card = torch.cuda.get_device_properties(device)
+    here.update(device=card.name, memory_mb=card.total_memory // MB)
+    return {**here, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}

@@ -9,14 +9,12 @@ from d2_memfit.errors import ConfigError
 
 def test_one_process_is_the_calling_one():
     called = []
-    for num_gpus in (0, 1):
-        launch(called.append, num_gpus, args=(num_gpus,))
-    assert called == [0, 1]
+    launch(called.append, 1, args=("here",))
+    assert called == ["here"]
 
 
-@pytest.mark.parametrize(("gpus", "machines", "ranks"), [(0, 1, 1), (1, 1, 1), (2, 3, 6)])
-def test_ranks_are_gpus_times_machines(gpus, machines, ranks):
-    assert world_size(gpus, machines) == ranks
+def test_ranks_are_gpus_times_machines():
+    assert (world_size(0), world_size(2, 3)) == (1, 6)
 
 
 def test_under_torchrun_the_environment_says_how_many_there_are(monkeypatch):
@@ -26,28 +24,6 @@ def test_under_torchrun_the_environment_says_how_many_there_are(monkeypatch):
     assert world_size(1) == 4
     monkeypatch.delenv("LOCAL_RANK")
     assert world_size(1) == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("WORLD_SIZE", "0", "WORLD_SIZE must be a number of 1 to 65535, got '0'"),
-        ("WORLD_SIZE", "many", "WORLD_SIZE must be a number of 1 to 65535, got 'many'"),
-        ("RANK", "5", "RANK must be a number of 0 to 1, got '5'"),
-        ("RANK", "-1", "RANK must be a number of 0 to 1, got '-1'"),
-        ("RANK", "a", "RANK must be a number of 0 to 1, got 'a'"),
-        ("RANK", "", "RANK must be a number of 0 to 1, got ''"),
-        ("LOCAL_RANK", "2", "LOCAL_RANK must be a number of 0 to 1, got '2'"),
-        ("LOCAL_WORLD_SIZE", "0", "LOCAL_WORLD_SIZE must be a number of 1 to 2"),
-    ],
-)
-def test_variables_of_a_launcher_that_cannot_be_are_named(monkeypatch, name, value, message):
-    names = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
-    for key, right in {**names, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
-        monkeypatch.setenv(key, str(right))
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"the environment variable {message}"):
-        launch(print, 1)
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):

@@ -3,7 +3,6 @@
 
 import math
 import os
-import re
 import sys
 
 import pytest
@@ -18,9 +17,7 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.memory import (
     auto_budget_gb,
     budget,
-    check_budget,
     enforce_budget,
-    limit_library_caches,
     process_memory,
 )
 
@@ -31,12 +28,6 @@ def run_code(code):
     result = run_forked("-c", code)
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-@pytest.mark.parametrize("value", [0, -1, "6 gigs", True, float("nan"), float("inf")])
-def test_what_is_no_budget_is_refused(value):
-    with pytest.raises(ConfigError, match=r"MEMFIT.BUDGET_GB must be a number of GB above 0"):
-        check_budget(value)
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process's data")
@@ -65,49 +56,20 @@ print("went on")
     assert out.split() == ["refused", "went", "on"]
 
 
-@linux
-def test_the_loaders_workers_have_the_same_budget():
-    out = run_code(
-        """
-import torch
-from torch.utils.data import DataLoader
-from d2_memfit.engine.window import Window
-from d2_memfit.errors import HostMemoryError
-from d2_memfit.memory import enforce_budget, process_memory
-
-class Hungry:
-    def __len__(self): return 4
-    def __getitem__(self, i): return torch.ones(2**30 // 4)
-
-enforce_budget(process_memory().data_bytes / 2**30 + 0.5, "cpu")
-try:
-    Window(iter(DataLoader(Hungry(), num_workers=1)), 1).take()
-except HostMemoryError as e:
-    print(e)
-"""
-    )
-    assert "the data loader ran out of the host's memory" in out
-    assert "can't allocate memory" in out
-    assert "Lower DATALOADER.NUM_WORKERS" in out
-    assert len(out.splitlines()) == 1
-
-
 # The first calls into each library of a process.
 _FIRST_CALLS = {
     "numpy": "np.linalg.lstsq(np.eye(2), np.ones(2), rcond=None); np.eye(300) @ np.eye(300)",
-    "scipy": "scipy.linalg.lstsq(np.eye(2), np.ones(2))",
     "openmp": "torch.ones(300_000).add(1)",
     "onednn": "F.conv2d(torch.ones(1, 8, 40, 40), torch.ones(8, 8, 3, 3))",
     "mkl": "torch.ones(300, 300) @ torch.ones(300, 300)",
-    "opencv": "cv2.GaussianBlur(np.ones((600, 600, 3), np.uint8), (5, 5), 1)",
 }
 
 
 @linux
 def test_libraries_have_what_they_cannot_do_without_before_there_is_a_limit():
-    """Without it OpenBLAS asks for ever, OpenMP ends the process, and OpenCV prints an error."""
+    """Without it OpenBLAS asks for ever, and OpenMP ends the process."""
     code = f"""
-import cv2, numpy as np, scipy.linalg, torch
+import numpy as np, torch
 import torch.nn.functional as F
 from d2_memfit.memory import enforce_budget, process_memory
 enforce_budget(process_memory().data_bytes / 2**30 + 0.2, "cpu")
@@ -134,7 +96,7 @@ def test_a_budget_can_be_changed_refused_and_taken_back():
         """
 import resource
 from d2_memfit.errors import ConfigError
-from d2_memfit.memory import auto_budget_gb, enforce_budget
+from d2_memfit.memory import enforce_budget
 soft = lambda: resource.getrlimit(resource.RLIMIT_DATA)[0]
 before = soft()
 for budget_gb in (13, 16, 0.01, 13):
@@ -145,36 +107,14 @@ for budget_gb in (13, 16, 0.01, 13):
     print(soft() / 2**30)
 enforce_budget(None, "cpu")
 assert soft() == before
-resource.setrlimit(resource.RLIMIT_DATA, (9 * 2**30, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+resource.setrlimit(resource.RLIMIT_DATA, (9 * 2**30, 10 * 2**30))
 enforce_budget(None, "cpu")  # what somebody else has set stays
-assert auto_budget_gb("cpu") <= 9
-enforce_budget(18, "cpu")
 print(soft() / 2**30)
-enforce_budget(None, "cpu")
+enforce_budget(18, "cpu")  # the system allows no more than 10
 print(soft() / 2**30)
 """
     )
-    assert out.split() == ["13.0", "16.0", "0.01", "16.0", "13.0", "9.0", "9.0"]
-
-
-@linux
-def test_onednn_keeps_the_code_of_few_convolutions_under_a_budget():
-    code = """
-import torch
-from d2_memfit.memory import enforce_budget, process_memory
-torch.set_num_threads(1)
-if {budget}:
-    enforce_budget(process_memory().data_bytes / 2**30 + 2, "cpu")
-weight = torch.randn(32, 32, 3, 3, requires_grad=True)
-before = process_memory().data_bytes
-for i in range(100):
-    x = torch.randn(1, 32, 20 + i, 30 + i)
-    torch.nn.functional.conv2d(x, weight, padding=1).sum().backward()
-    weight.grad = None
-print((process_memory().data_bytes - before) / 2**20)
-"""
-    without, within = (float(run_code(code.format(budget=b))) for b in (False, True))
-    assert within < without / 2
+    assert out.split() == ["13.0", "16.0", "0.01", "16.0", "13.0", "9.0", "10.0"]
 
 
 @linux
@@ -205,7 +145,6 @@ class Card:
             "mem_get_info": lambda _: (int(self.free_gb * self.gb), int(total_gb * self.gb)),
             "memory_reserved": lambda _: int(self.reserved_gb * self.gb),
             "get_device_name": lambda _: "NVIDIA Test",
-            "get_per_process_memory_fraction": lambda _: self.share,
             "set_per_process_memory_fraction": self._limit,
         }
         for name, fake in fakes.items():
@@ -228,57 +167,34 @@ def test_on_a_gpu_the_allocator_gets_what_context_and_kernels_leave(monkeypatch,
     card = Card(monkeypatch, total_gb=5.79, context_gb=0.4)
     enforce_budget(5, "cuda")
     assert card.limit_gb == pytest.approx(4.6)
-    assert "PyTorch's allocator may take 4.60 GB, and 0.40 GB are taken outside of it" in log.text
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=r"6 is more than the 5.79 GB of NVIDIA Test.*--card"):
-            enforce_budget(6, "cuda")
+    assert "PyTorch's allocator may take 4.60 GB of the GPU" in log.text
+    for wrong in (6, 0.3):
+        text = rf"{wrong} is more than the 5.79 GB of NVIDIA Test, or less than .* 0.40 GB.*--card"
+        with pytest.raises(ConfigError, match=text):
+            enforce_budget(wrong, "cuda")
         assert card.limit_gb == pytest.approx(4.6)
-    with pytest.raises(ConfigError, match=r"0.3 does not hold the CUDA context, 0.40 GB"):
-        enforce_budget(0.3, "cuda")
     trainer, limits = cheap_trainer(), []
 
     def step(_):
         limits.append(round(card.limit_gb, 2))
         card.context_gb += 0.1
 
-    trainer.model.register_forward_pre_hook(lambda *_: setattr(card, "context_gb", 0.7))
     trainer.register_hooks([CallbackHook(after_step=step), EnforceBudget(5, "cuda")])
-    trainer.train(0, 2)  # kernels are loaded
-    assert limits == [4.3, 4.3]
-    assert card.limit_gb == pytest.approx(4.2)
+    trainer.train(0, 3)  # kernels are loaded
+    assert limits == [4.6, 4.5, 4.4]
     assert not trainer.model._forward_hooks
     enforce_budget(None, "cuda")
     assert card.share == pytest.approx(1)
 
 
-def test_libraries_keep_less_unless_the_user_says_how_much(monkeypatch):
-    for name in (
-        "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT",
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY",
-        "LRU_CACHE_CAPACITY",
-    ):
-        monkeypatch.setenv(name, "7")
-        limit_library_caches()
-        assert os.environ[name] == "7"
-        monkeypatch.delenv(name)
-        limit_library_caches()
-        assert 0 < int(os.environ[name]) < 10**4
-        monkeypatch.delenv(name)
-
-
 def test_on_a_gpu_that_others_use_their_memory_is_not_taken_for_the_context(monkeypatch, log):
     card = Card(monkeypatch, total_gb=11, context_gb=0.4, others_gb=4)
     enforce_budget(8, "cuda")
-    assert card.limit_gb == pytest.approx(8 - 0.75)
-    assert re.search(
-        r"BUDGET_GB 8: other processes use the GPU, and only 7.35 GB are left", log.text
-    )
-    card.context_gb = 0.7  # kernels have been loaded; the others stay
-    enforce_budget(8, "cuda")
-    assert card.limit_gb == pytest.approx(8 - 0.75 - 0.3)
+    assert card.limit_gb == pytest.approx(8 - 1)
+    assert "BUDGET_GB 8: others leave 7.60 GB of the GPU" in log.text
     card.others_gb = 6  # another job begins, and its memory is not the context
     enforce_budget(8, "cuda")
-    assert card.limit_gb == pytest.approx(8 - 1.5)
+    assert card.limit_gb == pytest.approx(8 - 1)
     enforce_budget(None, "cuda")
 
 

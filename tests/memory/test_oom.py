@@ -2,7 +2,6 @@
 import pytest
 import torch
 from detectron2.utils.events import EventStorage
-from forks import run_forked
 from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
@@ -20,7 +19,6 @@ OUT_OF_MEMORY = [
     MemoryError(),
     RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 7.79 GiB total capacity"),
     RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
@@ -45,7 +43,6 @@ OTHERS = [
     AssertionError("out of memory"),
     FloatingPointError("Loss became infinite or NaN at iteration=1!"),
     ValueError("CUDA out of memory"),
-    KeyError("image"),
 ]
 
 
@@ -54,36 +51,9 @@ def test_out_of_memory_is_known(error):
     assert is_out_of_memory(error)
 
 
-def test_out_of_memory_within_torchscript_is_known():
-    with pytest.raises(RuntimeError, match="TorchScript") as e:
-        torch.jit.script(too_large)()
-    assert is_out_of_memory(e.value)
-    assert "can't allocate memory" in error_line(e.value)
-
-
-def too_large():
-    return torch.zeros([1 << 50])
-
-
 @pytest.mark.parametrize("error", OTHERS, ids=repr)
 def test_nothing_else_is_taken_for_it(error):
     assert not is_out_of_memory(error)
-
-
-@pytest.mark.slow
-def test_what_onednn_says_counts_only_under_a_limit_whoever_set_it():
-    code = """
-import resource
-from d2_memfit.memory import is_out_of_memory
-error = RuntimeError("could not create a primitive")
-assert not is_out_of_memory(error)
-resource.setrlimit(resource.RLIMIT_{}, (2**40, resource.RLIM_INFINITY))
-assert is_out_of_memory(error)
-assert not is_out_of_memory(RuntimeError("could not create a primitive descriptor"))
-"""
-    for limit in ("DATA", "AS"):
-        result = run_forked("-c", code.format(limit))
-        assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize(
@@ -99,10 +69,6 @@ assert not is_out_of_memory(RuntimeError("could not create a primitive descripto
 )
 def test_a_loader_that_ran_out_of_memory_is_known(text):
     assert is_loader_out_of_memory(RuntimeError(text))
-
-
-def test_a_loader_with_another_error_is_left_alone():
-    assert not is_loader_out_of_memory(RuntimeError("Caught KeyError in DataLoader worker"))
 
 
 def test_the_telling_line_of_an_error():

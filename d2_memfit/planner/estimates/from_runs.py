@@ -66,7 +66,8 @@ def _why_it_does_not_count(
         return "it trained another model"
     if record.had_errors:
         return "it ran out of memory"
-    if not device.is_gpu and record.has_budget != under_budget:
+    has_budget = record.settings.get("MEMFIT.BUDGET_GB") is not None
+    if not device.is_gpu and has_budget != under_budget:
         return "on a CPU, both must have a budget, or neither"
     return ""
 
@@ -84,7 +85,7 @@ def _torch_device(device: DeviceModel) -> Optional[torch.device]:
 def _with_outside(device: DeviceModel, record: RunRecord) -> DeviceModel:
     # One of several ranks has more than this process: the threads and buffers of gloo.
     is_known = device.is_this_process and record.ranks == 1
-    if record.outside_bytes is None or is_known:
+    if is_known:
         return device
     outside_mb = record.outside_bytes / MB
     text = f"{record.outside_bytes / GB:.2f} GB outside the allocator"
@@ -117,10 +118,9 @@ def _with_tensors(device: DeviceModel, job: Job, record: RunRecord) -> DeviceMod
     text = (
         f"{record.allocated_bytes / GB:.2f} GB allocated where "
         f"{predicted.allocated_bytes / GB:.2f} GB were predicted, "
-        f"{record.reserved_bytes / GB:.2f} GB reserved"
+        f"{record.reserved_bytes / GB:.2f} GB reserved, "
+        f"{record.outside_bytes / GB:.2f} GB outside the allocator"
     )
-    if record.outside_bytes is not None:
-        text += f", {record.outside_bytes / GB:.2f} GB outside the allocator"
     return replace(device, from_run=_line(record, text))
 
 
