@@ -323,6 +323,7 @@ class WindowRetries(Retries):
         start: the state before the window.
 
     Attributes:
+        start: the same; another one if loading the window has changed it.
         report: of this window.
     """
 
@@ -339,15 +340,15 @@ class WindowRetries(Retries):
         self._recovery = recovery
         self._window = window
         self._storage = storage
-        self._start = start
+        self.start = start
         self._entries = 0  # of the storage, before the piece
         self._hard: dict[int, _HardImage] = {}  # by the id of the image that is run for it
 
     def snapshot(self) -> Snapshot:
         self._entries = self._storage.num_entries()
         if len(self._window.micro_batches) == 1:
-            return self._start
-        self._recovery.learn_weights(self._start)
+            return self.start
+        self._recovery.learn_weights(self.start)
         return Snapshot(self.model, self._recovery.weights)
 
     def around(self, piece: MicroBatch) -> AbstractContextManager[Any]:
@@ -357,7 +358,7 @@ class WindowRetries(Retries):
     def end_window(self) -> None:
         """Complete the report of a window, and let the micro-batch grow after a while."""
         recovery, report, window = self._recovery, self.report, self._window
-        recovery.learn_weights(self._start)
+        recovery.learn_weights(self.start)
         report.seen_images = window.num_images + report.skipped_images
         report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
         if recovery.cutter.end_iteration(clean=not report.oom_events):
@@ -380,7 +381,7 @@ class WindowRetries(Retries):
             report.retried_images += self._window.num_images
             self._window.put_all_back()
             self.model.zero_grad(set_to_none=True)
-            before, self._entries = self._start, 0
+            before, self._entries = self.start, 0
         if piece.can_be_split:
             action = f"{recovery.cutter.lower(piece)} and its images are run again"
         else:

@@ -237,7 +237,8 @@ class AccumulatingTrainer(ResumableTrainer):
         try:
             with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
-                    window.load_all()  # a second run must not draw random numbers again
+                    window.load_all()  # a second run must not draw the loader's numbers again
+                    retries.start = Snapshot(retries.model, self.recovery.weights)
                 self.counts.prepare(window, self._forward)
                 run_all(take, run, retries)
                 self._free_old_gradients()  # if all images were skipped
