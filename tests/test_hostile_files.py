@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 NO_FILE = "cannot be read (it is not a file)"
 NO_CONFIG = "does not exist, as a file or as a config of the zoo"
-NOT_FINITE = "(NaN or infinite values in backbone.stem.conv1.weight)"
+NOT_FINITE = "has NaN or infinite values in backbone.stem.conv1.weight"
 UNKNOWN_DEVICE = "MODEL.DEVICE 'tpu' is not a device of PyTorch: Expected one of cpu, cuda"
 NO_SUCH_DEVICE = "PyTorch sees 0 devices of this kind"
 
@@ -78,10 +78,10 @@ ROWS = {
     # Weights
     "predict --weights {d}/nan.pth": NOT_FINITE,
     "predict --weights {d}/infinite.pth": NOT_FINITE,
-    "predict --weights {d}/number.pth": "has no weights of a model ('int' object has no attribute",
-    "predict --weights {d}/texts.pth": "has no weights of a model (",
-    "predict --weights {d}/itself.pth": "itself.pth has no weights of a model (",
-    "predict --weights {d}/sparse.pth": "sparse.pth has no weights of a model (",
+    "predict --weights {d}/number.pth": "number.pth, it is damaged or not a checkpoint",
+    "predict --weights {d}/texts.pth": "texts.pth, it is damaged or not a checkpoint",
+    "predict --weights {d}/itself.pth": "itself.pth, it is damaged or not a checkpoint",
+    "predict --weights {d}/sparse.pth": "sparse.pth does not fit the config: backbone.stem.conv1.weight has",
     "predict --weights {d}/code.pth": "cannot read the checkpoint {d}/code.pth, it is damaged",
     # JSON
     "train --coco g {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",
