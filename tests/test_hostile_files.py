@@ -81,7 +81,7 @@ ROWS = {
     "predict --weights {d}/number.pth": "number.pth, it is damaged or not a checkpoint",
     "predict --weights {d}/texts.pth": "texts.pth, it is damaged or not a checkpoint",
     "predict --weights {d}/itself.pth": "itself.pth, it is damaged or not a checkpoint",
-    "predict --weights {d}/sparse.pth": "sparse.pth does not fit the config: backbone.stem.conv1.weight has",
+    "predict --weights {d}/sparse.pth": "sparse.pth does not fit the config: ",
     "predict --weights {d}/code.pth": "cannot read the checkpoint {d}/code.pth, it is damaged",
     # JSON
     "train --coco g {d}/deep.json {d}/images": "deep.json is not valid JSON (maximum recursion",

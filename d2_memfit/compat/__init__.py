@@ -152,14 +152,6 @@ def keep_iterator(trainer: SimpleTrainer, batches: Any) -> None:
         trainer._data_loader_iter_obj = batches
 
 
-def replace_iterator(trainer: SimpleTrainer, batches: Any) -> None:
-    """Make a trainer iterate over other ``batches`` from now on."""
-    if hasattr(trainer, "_data_loader_iter_obj"):
-        trainer._data_loader_iter_obj = iter(batches)
-    else:
-        trainer._data_loader_iter = iter(batches)
-
-
 def current_iteration() -> int:
     """Iteration of the running training; 0 if none runs."""
     stack = events._CURRENT_STORAGE_STACK

@@ -20,8 +20,6 @@ from ..common.random_state import RandomState
 from ..compat.pytorch import shut_down, workers_of
 from .ending import leave_signals_to_parent, worker_deaths_wait
 
-__all__ = ["ResumableBatches", "UnknownLoader"]
-
 
 class UnknownLoader(TypeError):
     """The order of a loader's batches is not known. The message names the loader."""
@@ -54,8 +52,7 @@ class ResumableBatches(Iterator[Any]):
         group = 0
         self._collate, loader = compat.split_map(loader)  # of groups
         if type(loader) is AspectRatioGroupedDataset:
-            group = loader.batch_size
-            loader = loader.dataset
+            group, loader = loader.batch_size, loader.dataset
         dataset: Any = getattr(loader, "dataset", None)
         is_known = type(loader) is DataLoader and type(dataset) is ToIterableDataset
         if not is_known or loader.batch_size is None:
@@ -94,10 +91,6 @@ class ResumableBatches(Iterator[Any]):
         iter(self)
         return next(self._batches)
 
-    def has_killed_worker(self) -> bool:
-        """Whether a worker was ended with SIGKILL, as by the kernel when RAM is full."""
-        return -9 in [worker.exitcode for worker in workers_of(self._received.source)]
-
     def undo_point(self) -> Callable[[], None]:
         """A function that restores the state, for a checkpoint of this moment.
 
@@ -127,16 +120,13 @@ class ResumableBatches(Iterator[Any]):
 
     def load_state_dict(
         self, stream: dict[str, Any], ranks: list[Optional[dict[str, Any]]]
-    ) -> bool:
+    ) -> None:
         """Continue a run from its :meth:`stream` and the :meth:`state` of each of its ranks.
 
         The random states of this process do not change.
 
         Args:
             ranks: None for a rank whose state is not known. Its workers get other random numbers.
-
-        Returns:
-            bool: whether the numbers of ranks, workers and images per batch are the same as before.
 
         Raises:
             ValueError: the dataset or the sampler is not the same.
@@ -149,8 +139,7 @@ class ResumableBatches(Iterator[Any]):
         self._sampler = copy.copy(self._sampler)
         vars(self._sampler).update(drawn)
         known = next(state for state in ranks if state)
-        is_same: bool = stream["layout"] == self.layout
-        if is_same:
+        if stream["layout"] == self.layout:
             unknown = {**known, "workers": [None] * len(known["workers"]), "waiting": []}
             own = ranks[compat.rank_of(self._sampler)] or {**unknown, "seeds": None}
             self._read_from(stream["first"], _Taken.from_state(own, self.images))
@@ -160,7 +149,6 @@ class ResumableBatches(Iterator[Any]):
                 stream["first"] + taken, _Taken(workers=(None,) * self.layout["workers"])
             )
         self._received.start_workers()  # draws the seeds now: later, other numbers are due
-        return is_same
 
 
 @dataclass(frozen=True)
@@ -200,7 +188,7 @@ class _Received(Iterator[Any]):
         self._loader = copy.copy(loader)
         dataset = _ResumedImages(loader.dataset, sampler, loader.batch_size, taken, is_grouped)
         vars(self._loader)["dataset"] = dataset  # DataLoader refuses another one
-        self._loader.collate_fn = _WithStates(loader.collate_fn)
+        self._loader.collate_fn = partial(_with_states, loader.collate_fn)
         self._loader.worker_init_fn = partial(_start_worker, loader.worker_init_fn)
 
     def start_workers(self) -> None:
@@ -298,31 +286,22 @@ class _ResumedImages(IterableDataset[Any]):
             if worker < self._batches % workers:
                 yield from [None] * self._batch
         for index in islice(self._indices, done * self._batch, None):
-            states = _packed_random_state() if self._keeps_states else None
+            states = pickle.dumps(RandomState().state_dict()) if self._keeps_states else None
             yield self._images[index], index, states
 
 
-class _WithStates:
-    """A collate function whose batches come with the worker's random states.
+def _with_states(collate: Callable[[list[Any]], Any], rows: list[Any]) -> tuple[Any, Any]:
+    """Collate a batch, and add the worker's random states.
 
     Returns:
         ``(batch, (index, states before, states after))``: the first two belong to the first image;
         the last is None in the main process. A batch of Nones gives ``(None, None)``.
     """
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, rows: list[Any]) -> tuple[Any, Any]:
-        if rows[0] is None:
-            return None, None
-        batch = self._collate([image for image, _, _ in rows])
-        after = None if get_worker_info() is None else _packed_random_state()
-        return batch, (*rows[0][1:], after)
-
-
-def _packed_random_state() -> bytes:
-    return pickle.dumps(RandomState().state_dict())
+    if rows[0] is None:
+        return None, None
+    batch = collate([image for image, _, _ in rows])
+    after = None if get_worker_info() is None else pickle.dumps(RandomState().state_dict())
+    return batch, (*rows[0][1:], after)
 
 
 def _start_worker(init: Optional[Callable[[int], None]], worker: int) -> None:

@@ -50,6 +50,7 @@ class Run:
         cfg: the job's config with the techniques of the part "config".
         options: keyword arguments of :class:`AccumulatingTrainer` that the job's keys ask for.
         not_built: the parts, as ``Technique.part``, whose techniques are not applied yet.
+        has_started: whether hooks were told of the start, or a loop without them was checked.
 
     Raises:
         ConfigError: the job asks for a plan, and was not planned.
@@ -73,6 +74,7 @@ class Run:
         }
         self.not_built = {"model", "optimizer", "loader"}
         self.random_state = torch.get_rng_state()  # before a trainer first iterates over its loader
+        self.has_started = False
 
     def building(self, part: str, build: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function that builds a part, so that the part's techniques are applied."""
@@ -141,6 +143,7 @@ class Run:
         texts = comm.all_gather(error and one_line(error))
         if error is not None:
             raise error
+        self.has_started = not any(texts)
         for rank, text in enumerate(texts):
             if text is not None:
                 raise RankError(f"rank {rank} cannot start the run: {text}")
@@ -151,6 +154,9 @@ class Run:
         Raises:
             ConfigError: a key would do nothing in it.
         """
+        if self.has_started:
+            return
+        self.has_started = True
         if self.job.cfg.MEMFIT.MONITOR != default_keys().MEMFIT.MONITOR:
             raise ConfigError(
                 "MEMFIT.MONITOR is on, and a loop of run_step() calls no hooks: train with "

@@ -8,7 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
@@ -19,8 +19,6 @@ from .. import compat
 from ..common.files import LEFTOVERS, FolderLock, is_local, whole_file
 from ..common.reading import checked, verify_checksums
 from ..errors import CheckpointError
-
-__all__ = ["MemfitCheckpointer", "checkpointers_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,56 +43,41 @@ class MemfitCheckpointer(DetectionCheckpointer):
         CheckpointError: a file cannot be loaded, whatever its format, or the last save failed.
     """
 
-    path_manager: Any
-    _has_started = _is_resumed = _loads_all = False
+    _goes_on = _loads_all = False
     _lock: Optional[FolderLock] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.path_manager = _WholeFiles(self.path_manager)
+        self.path_manager: Any = _WholeFiles(self.path_manager)
 
     @classmethod
     def like(cls, made: DetectionCheckpointer) -> "MemfitCheckpointer":
         """Another checkpointer with the parts of a project's. What its class overrides is kept."""
-        original = type(made)
-        bases = (cls,) if original is DetectionCheckpointer else (cls, original)
-        checkpointer: MemfitCheckpointer = object.__new__(type(original.__name__, bases, {}))
+        bases = (cls,) if type(made) is DetectionCheckpointer else (cls, type(made))
+        checkpointer: MemfitCheckpointer = object.__new__(type(type(made).__name__, bases, {}))
         checkpointer.__dict__.update(vars(made), path_manager=_WholeFiles(made.path_manager))
         return checkpointer
 
     def save(self, name: str, **kwargs: Any) -> None:
-        try:
-            self.save_or_raise(name, **kwargs)
-        except CheckpointError as e:
-            if name.endswith("_final"):  # PeriodicCheckpointer's, after the last iteration
-                raise
-            last = self.get_checkpoint_file() or "none"
-            logger.error("%s. Training continues; the last checkpoint is %s", e, last)
-
-    def save_or_raise(self, name: str, **kwargs: Any) -> None:
-        """Save a checkpoint like :meth:`save`; raise :class:`CheckpointError` on any failure."""
         self.path_manager.keeps_all = True  # a failed save must not remove an older file
         try:
             self.start_run()
             super().save(name, **kwargs)
+            self.path_manager.keeps_all = False
         except (OSError, RuntimeError) as e:
             error = e.__context__ if isinstance(e, RuntimeError) else e  # torch.save's own follows
             if not isinstance(error, OSError):
                 raise
-            file = os.path.join(self.save_dir, f"{name}.pth")
-            raise CheckpointError(f"cannot save the checkpoint {file} ({error})") from e
-        self.path_manager.keeps_all = False
-
-    def end_run(self) -> None:
-        """Free the folder for another process. This also happens when this process ends."""
-        if self._lock is not None:
-            self._lock.release()
-        self._lock = None
+            text = f"cannot save the checkpoint {os.path.join(self.save_dir, name)}.pth ({error})"
+            if name.endswith("_final"):  # PeriodicCheckpointer's, after the last iteration
+                raise CheckpointError(text) from e
+            logger.error("%s. Training continues", text)
 
     def start_run(self, is_new: bool = True) -> None:
         """Lock the folder, and move the checkpoints of an earlier run aside unless it is resumed.
 
         The first save also does this. Call it when no rank reads weights from that folder any more.
+        The lock is held until this process ends.
 
         Args:
             is_new: False if the run continues an earlier one in another way.
@@ -104,21 +87,17 @@ class MemfitCheckpointer(DetectionCheckpointer):
         """
         if not (self.save_dir and self.save_to_disk):
             return
-        if is_local(self.save_dir) and not (self._lock and os.path.isdir(self.save_dir)):
-            if self._lock:
-                logger.error("The folder %s was removed, and is created again", self.save_dir)
+        if is_local(self.save_dir) and self._lock is None:
             os.makedirs(self.save_dir, exist_ok=True)
             self._lock = FolderLock(self.save_dir)
             for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), LEFTOVERS)):
-                with suppress(OSError):
-                    os.remove(leftover)
-        if is_new and not (self._has_started or self._is_resumed):
+                os.remove(leftover)
+        if is_new and not self._goes_on:
             self._move_earlier_run()
-        self._has_started = True
+        self._goes_on = True
 
     def _move_earlier_run(self) -> None:
-        own = re.compile(r"model_(\d{7,}|final|best)\.pth")
-        files = [file for file in self._checkpoints() if own.fullmatch(os.path.basename(file))]
+        files = [f for f in self._checkpoints() if re.search(r"/model_(\d{7,}|final|best).pth$", f)]
         if not files:
             return
         tag = os.path.join(self.save_dir, "last_checkpoint")
@@ -128,65 +107,42 @@ class MemfitCheckpointer(DetectionCheckpointer):
         for file in filter(self.path_manager.exists, [tag, *files]):
             if not self.path_manager.mv(file, os.path.join(folder, os.path.basename(file))):
                 raise CheckpointError(f"cannot move {file}, of an earlier run, to {folder}")
-        text = "Checkpoints of an earlier run are moved to %s. To continue that run: --resume"
-        logger.warning(text, folder)
+        logger.warning("Checkpoints of an earlier run are moved to %s. Or use --resume", folder)
 
     def resume_or_load(self, path: str, *, resume: bool = True) -> dict[str, Any]:
         """Resume or load as ``Checkpointer`` does. Each rank looks for the file itself."""
-        file, problems = self._newest_good() if resume else ("", [])
-        if file:
-            if problems:
-                logger.warning("%s. Resuming from %s instead", problems[0], file)
+        if resume and (file := self._newest_good()):
+            self._goes_on = True
             return self.load(file)
         if resume:
-            text = "There is no checkpoint in %s to resume: a new run starts from the weights %r"
-            logger.warning(text, self.save_dir, path)
+            logger.warning("No checkpoint in %s to resume: a new run starts", self.save_dir)
         return super().resume_or_load(path, resume=False)
 
-    def load(
-        self, path: str, checkpointables: Optional[list[str]] = None, **kwargs: Any
-    ) -> dict[str, Any]:
+    def load(self, path: str, checkpointables: Any = None, **kwargs: Any) -> dict[str, Any]:
         if path:  # main takes options after a question mark
             checked(path.partition("?")[0], "the checkpoint ")
         self._loads_all = checkpointables is None and bool(self.checkpointables)
-        if self._loads_all and self.save_dir:
-            self._is_resumed |= os.path.dirname(path) == self.save_dir.rstrip("/")
         return super().load(path, checkpointables, **kwargs)
 
     def check(self, path: str, *, resume: bool) -> None:
         """Verify the file that :meth:`resume_or_load` would load, before anything is written.
 
-        Only local files in PyTorch's format are read. Other local files must exist. A URL is
-        downloaded to the cache, where the ranks find it.
+        Files that are not in PyTorch's format must exist. A URL is downloaded to the cache, where
+        the ranks find it.
         """
-        if resume and self._newest_good()[0]:
-            return
-        if path.endswith(".pth") and is_local(path):
-            self._verified(checked(path, "the checkpoint "))
-        elif path:
+        if path and not (resume and self._newest_good()):
             file = checked(path.partition("?")[0], "the checkpoint ")
             try:
                 os.stat(self.path_manager.get_local_path(file))
             except Exception as e:  # each handler has its own
-                raise CheckpointError(
-                    f"the weights {file} cannot be downloaded ({type(e).__name__}: {e}). Download "
-                    "them where there is a network, and name the file in MODEL.WEIGHTS"
-                ) from e
-
-    def has(self, name: str, iteration: int) -> bool:
-        """Whether there is a checkpoint of this name and this iteration."""
-        return self._iteration(os.path.join(self.save_dir, f"{name}.pth")) == iteration
+                text = f"the weights {file} cannot be downloaded ({type(e).__name__}: {e})"
+                raise CheckpointError(f"{text}. Name a file in MODEL.WEIGHTS") from e
+            if file.endswith(".pth"):
+                self._verified(file)
 
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint, even if ``last_checkpoint`` was lost."""
         return super().has_checkpoint() or any("/model_" in file for file in self._checkpoints())
-
-    def get_checkpoint_file(self) -> str:
-        """The file that ``last_checkpoint`` names; "" if it is missing or damaged."""
-        with suppress(ValueError):  # it is binary
-            file = super().get_checkpoint_file()
-            return file if self.path_manager.isfile(file) else ""
-        return ""
 
     def _checkpoints(self) -> list[str]:
         """All checkpoints in the folder, the one of the latest iteration first."""
@@ -203,33 +159,26 @@ class MemfitCheckpointer(DetectionCheckpointer):
         except Exception:
             return -1
 
-    def _newest_good(self) -> tuple[str, list[str]]:
-        """The file to resume from, or "", and the faults of the files tried before it.
+    def _newest_good(self) -> str:
+        """The checkpoint of the latest iteration that can be resumed; "" if there is none.
 
         Raises:
             CheckpointError: there are files, and none is good.
         """
-        if not self.has_checkpoint():
-            return "", []
-        files, last, problems = self._checkpoints(), self.get_checkpoint_file(), []
-        tag = os.path.join(self.save_dir, "last_checkpoint")
-        if not last:
-            problems.append(f"{tag} is missing or damaged, or names a file that does not exist")
-        elif 0 <= self._iteration(last) < self._iteration(files[0]):  # -1 if it is damaged
-            problems.append(f"{files[0]} is from a later iteration than {tag} names")
-            if is_local(tag) and os.path.getmtime(tag) <= os.path.getmtime(files[0]):
-                last = ""  # otherwise a person named it, to go back
-        for file in dict.fromkeys([*filter(None, [last]), *files]):
+        problems: list[str] = []
+        for file in self._checkpoints() if self.has_checkpoint() else []:
             try:
                 if {"iteration", "trainer"} & set(self._verified(file)):
-                    return file, problems
+                    if problems:
+                        logger.warning("%s. Resuming from %s instead", problems[0], file)
+                    return file
                 problems.append(f"{file} has no iteration to continue from")
             except CheckpointError as e:
                 problems.append(str(e))
-        raise CheckpointError(
-            f"nothing in {self.save_dir} can be resumed: {'; '.join(problems[:3])}. "
-            "Without --resume a new run starts there, and these files are kept"
-        )
+        if problems:
+            text = f"nothing in {self.save_dir} can be resumed: {'; '.join(problems[:3])}"
+            raise CheckpointError(f"{text}. Without --resume a new run starts, and these are kept")
+        return ""
 
     def _verified(self, file: str) -> Any:
         """Verify a ``torch.save`` file and return its content. Tensors are read at their first use,
@@ -237,9 +186,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
         """
         file = self.path_manager.get_local_path(file)
         with _readable(file):
-            return torch.load(
-                file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
-            )
+            is_zip = zipfile.is_zipfile(file)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
 
     def _load_file(self, filename: str) -> dict[str, Any]:
         with _readable(filename):
@@ -248,11 +196,9 @@ class MemfitCheckpointer(DetectionCheckpointer):
             for place in ("model", "state_dict", "model_state_dict"):  # of other programs
                 weights = weights[place] if isinstance(weights.get(place), dict) else weights
             checkpoint["model"] = {name: torch.as_tensor(v) for name, v in weights.items()}
-            trained = {name for name, _ in self.model.named_parameters()}
-            for name, value in checkpoint["model"].items():  # a mask of attention may be infinite
-                is_trained = name.removeprefix("module.") in trained
-                if value.isnan().any() or (is_trained and value.isinf().any()):
-                    raise CheckpointError(f"{filename} has NaN or infinite values in {name}")
+        for name, value in checkpoint["model"].items():
+            if not (value < float("inf")).all():  # a mask of attention may be -inf
+                raise CheckpointError(f"{filename} has NaN or infinite values in {name}")
         return checkpoint
 
     def _load_model(self, checkpoint: Any) -> Any:
@@ -295,13 +241,9 @@ def _readable(file: str) -> Iterator[None]:
     try:
         verify_checksums(file)
         yield
-    except CheckpointError:
-        raise
     except Exception as e:
         why = "it is damaged or not a checkpoint"
         if "Unsupported global" in str(e):
-            why = (
-                "it has Python objects in addition to tensors. If you trust it, keep its weights: "
-                "torch.save({'model': torch.load(f, weights_only=False)['model']}, f)"
-            )
+            how = "torch.save({'model': torch.load(f, weights_only=False)['model']}, f)"
+            why = f"it has Python objects in addition to tensors. If you trust it: {how}"
         raise CheckpointError(f"cannot read the checkpoint {file}, {why}") from e

@@ -21,9 +21,8 @@ from ..job import Job
 from ..settings import auto_scale_workers
 from .build import Run
 from .checkpoint import MemfitCheckpointer, checkpointers_of
-from .ending import call_after_train, saved_at_end
+from .ending import save_if_failing, saved_at_end
 from .evaluating import evaluating
-from .run_state import last_iteration
 from .train_loop import AccumulatingTrainer
 
 __all__ = ["MemfitMixin", "MemfitTrainer"]
@@ -84,8 +83,6 @@ class MemfitMixin(_Trainer):
         TypeError: this is not the first base class; the project's ``__init__`` does not take the
             config first; or its own inner trainer is not an ``AccumulatingTrainer``.
     """
-
-    _has_started = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -198,20 +195,19 @@ class MemfitMixin(_Trainer):
             self._job_run.check_run_step(type(self), type(self._inner))
 
     def before_train(self) -> None:
-        self._has_started = False
         if self._inner is not self:
             self._job_run.start(self)
         super().before_train()  # of an AccumulatingTrainer, it starts the run too
-        self._inner.run_state.restore_again(self.start_iter)
-        self._has_started = self._inner._has_started = True
+        self._inner.restore_again()
 
     def after_step(self) -> None:
         self._inner.done = self.iter  # a step of the project's own does not say so
         super().after_step()
 
     def after_train(self) -> None:
-        if self._has_started:  # otherwise some hooks have not
-            call_after_train(self, super().after_train)
+        if self._job_run.has_started:  # otherwise no hook has
+            save_if_failing(self)
+            super().after_train()
 
     auto_scale_workers = staticmethod(auto_scale_workers)
 
@@ -224,7 +220,7 @@ class MemfitMixin(_Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        state["iteration"] = last_iteration(self)
+        state["iteration"] = min(self.iter, self.max_iter - 1)  # one more after training
         if not compat.SAVES_INNER_TRAINER and self._inner is not self:
             state["_trainer"] = self._trainer.state_dict()
         return state
@@ -240,7 +236,7 @@ class MemfitMixin(_Trainer):
             "learning rate are resumed, momentum starts at zero"
         )
         TrainerBase.load_state_dict(self, state_dict)
-        self._trainer.run_state.load_state_dict(None)
+        self._trainer.load_run(None)
         if isinstance(self.scheduler, LRMultiplier):
             # It is in the optimizer's state. The scheduler sets it only when it steps.
             for group, lr in zip(self.optimizer.param_groups, self.scheduler.get_lr()):

@@ -4,6 +4,7 @@
 import logging
 import multiprocessing
 import os
+import signal
 import tempfile
 from datetime import timedelta
 from typing import Any, Callable, Optional
@@ -16,8 +17,9 @@ from detectron2.utils import comm
 
 from .. import compat
 from ..common.checks import check_device
+from ..compat.pytorch import end_with_parent
 from ..errors import ConfigError
-from .ending import follow_launcher, signals_passed_on
+from .ending import signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]
 
@@ -125,7 +127,7 @@ def _run_rank(
         multiprocessing.set_start_method(None, force=True)
         if not torch.cuda.is_available():
             torch.set_num_threads(max(1, torch.get_num_threads() // ranks_here))
-    follow_launcher()
+    end_with_parent(signal.SIGTERM)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus:
         torch.cuda.set_device(local_rank % num_gpus)

@@ -35,8 +35,7 @@ class OomEvent:
     """One out-of-memory error. Sizes are in pixels, memory is in GB (2^30 bytes)."""
 
     iteration: int
-    # start, window, forward, backward, restoration, vote, reduction, optimizer, evaluation, or
-    # "hook " and its class
+    # start, window, forward, backward, restoration, vote, reduction, optimizer or evaluation
     phase: str
     micro_batch: int  # images in it
     images: list[dict[str, Any]]  # file_name, image_id, height, width, num_instances of each
@@ -158,15 +157,13 @@ class OomLog:
         """Message of the error that ends a run: what happened, and three things to try next."""
         options = self._options
         smaller = ["a smaller MEMFIT.MICRO_BATCH"] if event.micro_batch != 1 else []
-        if event.phase in ("evaluation", "hook EvalHook"):
+        if event.phase == "evaluation":
             steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
         elif event.phase in ("forward", "backward"):
             steps = [*smaller, *([] if self._mixed_precision else ["SOLVER.AMP.ENABLED True"])]
             steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
             steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
             steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]
-        elif event.phase.startswith("hook "):
-            steps = ["less in this hook, or on the host", *smaller]
         else:
             steps = [
                 *smaller,

@@ -2,106 +2,125 @@
 """A trainer whose checkpoints contain everything that a run needs to resume exactly."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Optional
 
 import torch
-from detectron2.engine import HookBase, SimpleTrainer, TrainerBase
+from detectron2.engine import HookBase, SimpleTrainer
 from detectron2.utils import comm
-from torch import nn
 
 from .. import compat
 from ..common.random_state import RandomState
-from ..techniques import ShardedOptimizer
 from .batches import ResumableBatches, UnknownLoader
-from .ending import call_after_train, saved_at_end
-
-__all__ = ["GatherStates", "ResumableTrainer", "last_iteration"]
+from .ending import save_if_failing, saved_at_end
 
 logger = logging.getLogger(__name__)
 
-_NO_DATA = "The data start from the beginning: %s"
-
 
 class ResumableTrainer(SimpleTrainer):
-    """A ``SimpleTrainer`` that trains the same, with a :class:`RunState` in its checkpoints.
+    """A ``SimpleTrainer`` that trains the same, and whose checkpoints contain the run.
 
-    On several ranks, all must call :meth:`gather_states` before rank 0 saves. The hook
+    That is the order of the data, random states of each rank and of its loader's workers, and the
+    plain numbers that forwards changed in the model, such as RetinaNet's running normaliser. On
+    several ranks, all must call :meth:`gather_states` before rank 0 saves. The hook
     :class:`GatherStates` does this.
 
     Attributes:
         run: a :class:`~d2_memfit.engine.build.Run`, which begins with ``train``, or with the first
             step of a loop without it. None for a trainer that no job has made.
+        resumable_batches: what it trains on; None if the order of its loader cannot be resumed.
         undo, done, stop_signal, agreed_stop_signal: see :class:`~d2_memfit.engine.SaveOnEnding`.
     """
 
-    _has_started = False
+    run: Any = None
+    stop_signal = 0
+    agreed_stop_signal: Optional[int] = None  # before a step
+    resumable_batches: Optional[ResumableBatches] = None
+    _loaded_state: Optional[RandomState] = None  # of this rank, until the run starts
 
     def __init__(
-        self, model: nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
+        self, model: torch.nn.Module, data_loader: Iterable[Any], optimizer: torch.optim.Optimizer
     ) -> None:
-        self.run_state = RunState(compat.without_ddp(model), data_loader)
-        super().__init__(model, self.run_state.batches, optimizer)
-        self.run: Any = None
-        self.stop_signal = 0
-        self.agreed_stop_signal: Optional[int] = None  # before a step
-        self.undo: Optional[Callable[[], None]] = None
-        self.done = -1
+        with suppress(UnknownLoader):
+            self.resumable_batches = ResumableBatches(data_loader)
+        super().__init__(model, self.resumable_batches or data_loader, optimizer)
+        self._numbers_at_start = self._numbers()
+        # By an iteration, the last one that is known, the states of all ranks after it.
+        self._gathered: dict[int, list[Any]] = {}
         self.data_loader = data_loader
-        compat.keep_iterator(self, self.run_state.batches)
-
-    def reset_data_loader(self, data_loader_builder: Callable[[], Iterable[Any]]) -> None:
-        """Train with another loader from now on, as in Detectron2 main."""
-        del self.data_loader
-        self.data_loader = data_loader_builder()
-        self.run_state = RunState(compat.without_ddp(self.model), self.data_loader)
-        compat.replace_iterator(self, self.run_state.batches)
-
-    def check_train(self) -> None:
-        """Check the run if this is a loop that calls no hooks."""
-        if self.run is not None and not self._has_started:
-            self.run.check_loop()
-            self._has_started = True
+        compat.keep_iterator(self, self.resumable_batches or data_loader)
 
     def train(self, start_iter: int, max_iter: int) -> None:
         with saved_at_end(self):
             super().train(start_iter, max_iter)
 
     def before_train(self) -> None:
-        self._has_started = False
         if self.run is not None:
             self.run.start(self)
         super().before_train()
-        self.run_state.restore_again(self.start_iter)
-        self._has_started = True
+        self.restore_again()
 
     def after_train(self) -> None:
-        if self._has_started:  # otherwise some hooks have not
-            call_after_train(self, super().after_train)
+        if self.run is None or self.run.has_started:  # otherwise no hook has
+            save_if_failing(self)
+            super().after_train()
 
     def gather_states(self) -> None:
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""
-        if isinstance(self.optimizer, ShardedOptimizer):
+        if hasattr(self.optimizer, "consolidate_state_dict"):  # it is sharded
             self.optimizer.consolidate_state_dict()
-        self.run_state.gathered = self.iter, comm.gather(self.run_state.own(self.learned()))
+        self._gathered = {self.iter: comm.gather(self._own_state())}
 
-    def learned(self) -> Any:
-        """State that only this rank has learned in training, in plain types."""
-        return None
+    def _own_state(self) -> dict[str, Any]:
+        """The state of this rank, in plain types and tensors."""
+        return {
+            "random_states": RandomState(next(self.model.parameters()).device).state_dict(),
+            "numbers": dict(self._numbers().items() - self._numbers_at_start.items()),
+            "data": self.resumable_batches and self.resumable_batches.state(),
+        }
+
+    def _numbers(self) -> dict[str, Any]:
+        """The plain numbers among the attributes of all modules, by their full names."""
+        modules = compat.without_ddp(self.model).named_modules()
+        values = ((f"{name}.{key}", v) for name, m in modules for key, v in vars(m).items())
+        return {name: value for name, value in values if type(value) in (int, float)}
 
     def state_dict(self) -> dict[str, Any]:
-        iteration = last_iteration(self)
-        run = self.run_state.state_dict(iteration, self.learned())
+        # After training, when hooks may save, iter is one more.
+        iteration = min(self.iter, getattr(self, "max_iter", self.iter + 1) - 1)
+        ranks = [*self._gathered.get(iteration, [])] or [None] * comm.get_world_size()
+        ranks[comm.get_rank()] = self._own_state()
+        run = {"ranks": ranks, "data": self.resumable_batches and self.resumable_batches.stream()}
         return {**super().state_dict(), "iteration": iteration, "run": run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.run_state.load_state_dict(state_dict.get("run"))
+        self.load_run(state_dict.get("run"))
 
+    def load_run(self, run: Optional[dict[str, Any]]) -> None:
+        """Continue from the run in a checkpoint; None if it has none."""
+        ranks = run["ranks"] if run else []
+        own, batches = dict(enumerate(ranks)).get(comm.get_rank()), self.resumable_batches
+        if own is not None:
+            for name, value in own["numbers"].items():
+                module, _, attribute = name.rpartition(".")
+                setattr(compat.without_ddp(self.model).get_submodule(module), attribute, value)
+            device = next(self.model.parameters()).device
+            self._loaded_state = RandomState.from_state_dict(own["random_states"], device)
+            self._loaded_state.restore()
+        try:
+            if batches is None or not run or run["data"] is None:
+                raise ValueError("only that of build_detection_train_loader is saved, by d2_memfit")
+            batches.load_state_dict(run["data"], [rank and rank["data"] for rank in ranks])
+        except ValueError as e:
+            logger.warning("The order of the data starts from the beginning: %s", e)
 
-def last_iteration(trainer: TrainerBase) -> int:
-    """The last iteration. After training, when hooks may save, ``trainer.iter`` is one more."""
-    return min(trainer.iter, getattr(trainer, "max_iter", trainer.iter + 1) - 1)
+    def restore_again(self) -> None:
+        """Restore random states, because code since the load may have drawn random numbers."""
+        if self._loaded_state is not None:
+            self._loaded_state.restore()
+        self._loaded_state = None
 
 
 class GatherStates(HookBase):
@@ -112,127 +131,9 @@ class GatherStates(HookBase):
     """
 
     def before_train(self) -> None:
-        self._periods = set().union(*comm.all_gather(compat.periods_of_states(self.trainer)))
+        periods = comm.all_gather(compat.periods_of_states(self.trainer))
+        self._periods = {self.trainer.max_iter}.union(*periods)
 
     def after_step(self) -> None:
-        done = self.trainer.iter + 1
-        if done >= self.trainer.max_iter or any(done % period == 0 for period in self._periods):
+        if any((self.trainer.iter + 1) % period == 0 for period in self._periods):
             self.trainer.gather_states()
-
-
-class RunState:
-    """The order of the data, the random states and the plain numbers of a run.
-
-    Random states are those of a rank and of its loader's workers. The plain numbers are those that
-    forwards changed in the model, such as RetinaNet's running normaliser.
-
-    Args:
-        model: without DDP around it.
-        data_loader: the trainer's loader.
-
-    Attributes:
-        batches: iterate these in place of the loader. It is the loader itself if its order cannot
-            be resumed.
-        gathered: an iteration, and the states of all ranks after it, on rank 0.
-    """
-
-    def __init__(self, model: nn.Module, data_loader: Iterable[Any]) -> None:
-        self._model = model
-        self._device = next(model.parameters()).device
-        self._numbers_at_start = self._numbers()
-        self.batches: Iterable[Any] = data_loader
-        self._data: Optional[ResumableBatches] = None
-        try:
-            self.batches = self._data = ResumableBatches(data_loader)
-        except UnknownLoader as e:
-            self._unknown = f"{e}"
-        self._random_state: Optional[RandomState] = None  # of this rank, until the run starts
-        self._is_loaded = False
-        self.gathered: tuple[int, list[Any]] = (-1, [])
-
-    @property
-    def loads_in_this_process(self) -> bool:
-        """Whether images are known to be loaded here, with this process's random numbers."""
-        return self._data is not None and self._data.layout["workers"] == 0
-
-    def has_killed_worker(self) -> bool:
-        """Whether a worker of the loader was ended with SIGKILL."""
-        return self._data is not None and self._data.has_killed_worker()
-
-    def undo_point(self) -> Callable[[], None]:
-        """A function that puts the position in the data back."""
-        return (lambda: None) if self._data is None else self._data.undo_point()
-
-    def own(self, learned: Any) -> dict[str, Any]:
-        """The state of this rank, in plain types and tensors, with what this rank has learned."""
-        return {
-            "random_states": RandomState(self._device).state_dict(),
-            "numbers": dict(self._numbers().items() - self._numbers_at_start.items()),
-            "data": self._data and self._data.state(),
-            **({} if learned is None else {"learned": learned}),
-        }
-
-    def state_dict(self, iteration: int, learned: Any = None) -> dict[str, Any]:
-        """The state in plain types and tensors. Ranks whose state is not known have None."""
-        gathered_at, ranks = self.gathered
-        ranks = (
-            list(ranks) if gathered_at == iteration and ranks else [None] * comm.get_world_size()
-        )
-        ranks[comm.get_rank()] = self.own(learned)
-        return {"ranks": ranks, "data": self._data and self._data.stream()}
-
-    def _numbers(self) -> dict[str, Any]:
-        """The plain numbers among the attributes of all modules, by their full names."""
-        return {
-            f"{name}.{key}": float(value) if isinstance(value, float) else int(value)
-            for name, module in self._model.named_modules()
-            for key, value in vars(module).items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        }
-
-    def load_state_dict(self, state: Optional[dict[str, Any]]) -> None:
-        """Continue from a checkpoint's state; None if it has none."""
-        self._is_loaded, self._random_state = True, None
-        if state is None:
-            why = (
-                "the checkpoint has neither their order nor random states. Checkpoints of plain "
-                "Detectron2 have none. A checkpointer of your own saves them after "
-                'checkpointer.add_checkpointable("trainer", trainer)'
-            )
-            logger.warning(_NO_DATA, why)
-            return
-        ranks, rank = state["ranks"], comm.get_rank()
-        own = ranks[rank] if rank < len(ranks) else None
-        if own is not None:
-            modules = dict(self._model.named_modules())
-            for name, value in own["numbers"].items():
-                module, _, attribute = name.rpartition(".")
-                if module in modules:
-                    setattr(modules[module], attribute, value)
-            self._random_state = RandomState.from_state_dict(own["random_states"], self._device)
-            self._random_state.restore()
-        elif rank < len(ranks):
-            logger.warning("The checkpoint has no random states of rank %d, which had ended", rank)
-        if self._data is None:
-            text = "only a loader of build_detection_train_loader can be resumed, and this is "
-            logger.warning(_NO_DATA, text + self._unknown)
-        elif state["data"] is None:
-            logger.warning(_NO_DATA, "the run of the checkpoint had another loader")
-        else:
-            try:
-                is_same = self._data.load_state_dict(
-                    state["data"], [r and r["data"] for r in ranks]
-                )
-            except ValueError as e:
-                logger.warning(_NO_DATA, f"dataset or sampler have changed: {e}")
-                return
-            text = "" if is_same else ", but for up to a batch of each worker: the layout is new"
-            logger.info("The data continue where they were%s", text)
-
-    def restore_again(self, start_iter: int) -> None:
-        """Restore again, because code since the load may have drawn random numbers."""
-        if start_iter > 0 and not self._is_loaded:
-            self.load_state_dict(None)
-        if self._random_state is not None:
-            self._random_state.restore()
-        self._random_state = None

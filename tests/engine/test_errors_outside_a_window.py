@@ -5,8 +5,6 @@ import json
 
 import pytest
 import torch
-from detectron2.checkpoint import Checkpointer
-from detectron2.engine import HookBase, hooks
 from injection import iterate
 from tiny import images
 
@@ -50,35 +48,6 @@ def trainer_of(output_dir, model=None, steps=1, **options):
 
 def phases(output_dir):
     return [json.loads(line)["phase"] for line in (output_dir / "memfit_oom.jsonl").open()]
-
-
-class Average(HookBase):
-    """As a hook that keeps an exponential moving average of weights."""
-
-    def after_step(self):
-        run_out()
-
-
-class Full(Checkpointer):
-    def save(self, name, **kwargs):
-        run_out()
-
-
-@pytest.mark.parametrize(
-    ("hook", "name"),
-    [
-        (Average(), "Average"),
-        (hooks.PeriodicCheckpointer(Full(torch.nn.Linear(1, 1)), 1), "PeriodicCheckpointer"),
-        (hooks.EvalHook(1, run_out), "EvalHook"),
-    ],
-    ids=["average", "checkpoint", "evaluation"],
-)
-def test_a_hook_is_named(hook, name, tmp_path):
-    trainer = trainer_of(tmp_path)
-    trainer.register_hooks([hook])
-    with pytest.raises(OutOfMemoryError, match=f"hook {name} of iteration 0.*to try.*OUT_OF_M"):
-        trainer.train(0, 2)
-    assert phases(tmp_path)[0] == f"hook {name}"
 
 
 def test_the_vote(tmp_path, monkeypatch):

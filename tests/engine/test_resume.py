@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """A run that was interrupted goes on as if nothing had happened."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -114,9 +116,10 @@ def test_on_two_ranks_too(coins, tmp_path, two_ranks, keys):
 
 
 def test_on_another_number_of_ranks_the_data_continue(coins, tmp_path, two_ranks):
-    cfg = coins_cfg(tmp_path, "faster_rcnn", **{"SOLVER.IMS_PER_BATCH": 4})
+    cfg = coins_cfg(tmp_path / "first", "faster_rcnn", **{"SOLVER.IMS_PER_BATCH": 4})
     first = two_ranks.run(train_on_rank, coins, cfg, 0, 5)
-    cfg.SOLVER.IMS_PER_BATCH = 2
+    shutil.copytree(tmp_path / "first", tmp_path / "second")  # the ranks have locked the first
+    cfg.SOLVER.IMS_PER_BATCH, cfg.OUTPUT_DIR = 2, str(tmp_path / "second")
     second = train(cfg, 5, 7)
     of_two_ranks = {name for rank in first for images in rank["images"] for name, _ in images}
     assert len(of_two_ranks) == 60  # of 64; grouping keeps some back
@@ -133,7 +136,7 @@ def test_a_checkpoint_that_lacks_the_state_is_resumed_and_it_is_said(coins, tmp_
     torch.save(checkpoint, file)
     log.clear()
     train(cfg, 2, 3)
-    assert log.text.count("the checkpoint has neither their order nor random states") == 1
+    assert log.text.count("The order of the data starts from the beginning: only that of") == 1
 
 
 def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path, log):
@@ -145,17 +148,8 @@ def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path,
     cfg = coins_cfg(tmp_path, "faster_rcnn")
     train(cfg, 0, 2, OwnLoader)
     train(cfg, 2, 3, OwnLoader)
-    assert (
-        log.text.count("The data start from the beginning: only a loader of build_detection") == 1
-    )
-    assert "can be resumed, and this is a generator" in log.text
     train(cfg, 3, 4)
-    assert (
-        log.text.count(
-            "The data start from the beginning: the run of the checkpoint had another loader"
-        )
-        == 1
-    )
+    assert log.text.count("The order of the data starts from the beginning: only that of") == 2
 
 
 def test_another_dataset_begins_again_and_it_is_said(coins, tmp_path, log):
@@ -163,8 +157,5 @@ def test_another_dataset_begins_again_and_it_is_said(coins, tmp_path, log):
     train(cfg, 0, 2)
     cfg.DATASETS.TRAIN = ("coins_val",)
     train(cfg, 2, 3)
-    expected = (
-        "dataset or sampler have changed: 64 images by a TrainingSampler then, 16 images by a "
-        "TrainingSampler now"
-    )
+    expected = "beginning: 64 images by a TrainingSampler then, 16 images by a TrainingSampler now"
     assert expected in log.text

@@ -9,7 +9,6 @@ from detectron2.engine import SimpleTrainer
 from detectron2.solver.build import maybe_add_gradient_clipping
 from detectron2.utils.events import EventStorage, get_event_storage
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
-from torch.utils.data import DataLoader
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.errors import DataError
@@ -311,23 +310,3 @@ def test_accumulation_needs_the_memory_of_one_micro_batch(family):
     assert peaks[num_images, 1] <= peaks[1, 1] + 1.01 * gradients
     assert peaks[num_images, 1] == pytest.approx(peaks[1, 1], rel=0.01)
     assert peaks[1, num_images] > 3 * peaks[1, 1]
-
-
-@pytest.mark.parametrize("kind", [list, lambda batches: DataLoader(batches, batch_size=None)])
-def test_another_loader_takes_the_place_of_the_first(kind):
-    model = torch.nn.Linear(1, 1)
-    seen = []
-
-    def loss(model, batch):
-        seen.append(batch.item())
-        return model(batch).sum()
-
-    first, second = kind([torch.zeros(1, 1)] * 4), kind([torch.ones(1, 1)] * 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = AccumulatingTrainer(model, first, optimizer, loss_fn=loss)
-    with EventStorage():
-        trainer.run_step()
-        trainer.reset_data_loader(lambda: second)
-        trainer.run_step()
-    assert seen == [0, 1]
-    assert trainer.data_loader is second

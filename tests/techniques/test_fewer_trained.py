@@ -172,7 +172,7 @@ def test_a_resumed_run_goes_on_from_the_adapters_themselves(tmp_path):
     checkpointer.save("model_0000001", iteration=1)
     second, checkpointer = trainer_of(cfg, tmp_path, seed=5)
     checkpointer.load(str(tmp_path / "model_0000001.pth"))
-    second.run_state.restore_again(2)
+    second.restore_again()
     iterate(second, 2, first=2)
     expected, actual = parameters(straight.model), parameters(second.model)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
