@@ -164,6 +164,7 @@ counts: Any = None
 # there in one forward. Plain types, for checkpoints.
 Site = tuple[str, Place, int]
 Numbers = dict[Site, torch.Tensor]  # float64 on the host; a vector has a number for each class
+FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
 OBJECTS: Site = ("objects", (), 0)
 IMAGES: Site = ("images", (), 0)
 

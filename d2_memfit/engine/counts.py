@@ -27,7 +27,7 @@ from ..errors import ConfigError, OutOfMemoryError
 from ..memory import error_line, is_out_of_memory
 from ..settings import NormalizerOptions
 from . import collectives
-from .collectives import IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
+from .collectives import FEW, IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
 from .loss_check import LIMIT, LossReport, check_losses, log
 from .retry import Cutter, run_to_count
 from .window import MicroBatch, Window, count_objects, may_have_objects
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 Number = TypeVar("Number", float, torch.Tensor)
 
-_FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
-_MOST_CHECKS = 3  # the first one, and for losses that are no longer zero
 _FORWARDS = 6  # from which a formula is taken, with three of the check
 _ZERO = torch.zeros(1, dtype=torch.float64)
 
@@ -172,7 +170,7 @@ class Answers:
             answer = answer if tensor.is_floating_point() else answer.round()
             tensor.copy_(answer.reshape(tensor.shape))
             return True
-        is_statistics = self._ranks > 1 and tensor.numel() > _FEW
+        is_statistics = self._ranks > 1 and tensor.numel() > FEW
         return self._on_other(call) if is_statistics else call.run_alone()
 
     def _note(self, kind: str, value: Any) -> Site:
@@ -218,7 +216,6 @@ class Counts:
 
     Attributes:
         report: the result of the check of the losses.
-        is_due: whether the next window is checked; the same on all ranks.
         communicates: the model's first collective that is not a count, as text.
         is_one_piece: whether the window is one micro-batch, which needs counts only if it is cut.
     """
@@ -244,21 +241,9 @@ class Counts:
         self._options = {"policy": options.policy, "losses": patterns}
         self._checked = partial(check, model, losses, options=options, limit=limit)
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
-        self.is_due = True
-        self._checks_left = 0 if options.policy == "off" else _MOST_CHECKS
-        self._unseen: list[torch.Tensor] = []  # losses that were not in the check
+        self._is_due = options.policy != "off"  # whether the losses are still to be checked
         self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
         self._history: list[Numbers] = []
-
-    @property
-    def has_new_losses(self) -> bool:
-        """Whether this window has a loss that was not in the check, or was zero there."""
-        return bool(self.report.names) and any(loss.item() for loss in self._unseen)
-
-    @property
-    def may_recover(self) -> bool:
-        """Whether a rank may run a forward again after an out-of-memory error."""
-        return self._recovers and not self.communicates
 
     def prepare(self, window: Window, forward: Callable[..., Any]) -> None:
         """Find the counts of a window, before its first forward. All ranks call it.
@@ -276,19 +261,19 @@ class Counts:
         if self._ranks > 1:
             self._answers = self._new_answers(on_other, LossReport(), ranks=self._ranks)
         self.is_one_piece = False
-        is_due = self._checks_left > 0 and self.is_due
-        if not (is_due or self.report.is_answered or self.communicates):
+        if not (self._is_due or self.report.is_answered or self.communicates):
             return
         window.load_all()
-        may_have = is_due and may_have_objects(window.images_waiting)
+        may_have = may_have_objects(window.images_waiting)
         while self._cutter.take(window) is not None:
             pass
         sizes = [m.num_images for m in window.micro_batches]
         objects = sum(count_objects(m.data) for m in window.micro_batches)
         window.put_all_back()
         of_ranks, numbers, may = zip(*comm.all_gather((objects, len(sizes), may_have)))
-        if is_due and (max(numbers) > 1 or (self._recovers and self._ranks > 1)):
-            self._check(window, of_ranks, any(may), max(sizes, default=0), max(numbers))
+        is_needed = max(numbers) > 1 or (self._recovers and self._ranks > 1)
+        if self._is_due and is_needed and (any(of_ranks) or not any(may)):
+            self._check(window, of_ranks, max(sizes, default=0), max(numbers))
         self.is_one_piece = self._ranks == 1 and len(sizes) == 1
         if self.communicates and len(set(numbers)) > 1:
             raise ConfigError(
@@ -312,8 +297,6 @@ class Counts:
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The losses, so that the micro-batch's share of the images is the right weight of each."""
-        if self._checks_left:
-            self._unseen += [v.detach() for k, v in losses.items() if k not in self.report.names]
         return self._answers.weighted(losses) if self._answers else losses
 
     def state_dict(self) -> dict[str, Any]:
@@ -322,28 +305,18 @@ class Counts:
             return {}
         report = {k: v for k, v in vars(self.report).items() if k != "seen"}
         found = {"report": report, "formulas": list(self._formulas.items())}
-        return {**found, "options": self._options, "left": (self.is_due, self._checks_left)}
+        return {**found, "options": self._options}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what a checkpoint has, if it belongs to the same options."""
         if state.get("options") == self._options:
             self.report = LossReport(**state["report"])
             self._formulas = dict(state["formulas"])
-            self.is_due, self._checks_left = state["left"]
+            self._is_due = False
 
-    def _check(
-        self,
-        window: Window,
-        objects: Sequence[int],
-        may_have_objects: bool,
-        largest: int,
-        forwards: int,
-    ) -> None:
+    def _check(self, window: Window, objects: Sequence[int], largest: int, forwards: int) -> None:
         """Check the losses with the images of the rank with the most objects, for all ranks."""
-        self.is_due = may_have_objects and not any(objects)  # such images tell little
-        if self.is_due and self.report.names:
-            return
-        self._checks_left -= not self.is_due
+        self._is_due = False
         found: Union[LossReport, str, None] = None
         tester = objects.index(max(objects))
         if comm.get_rank() == tester:
@@ -358,14 +331,14 @@ class Counts:
             raise ConfigError(report)
         if report.collective and self._ranks > 1:
             self._allow(report.collective)
-        log(report, self.report, forwards)
-        self.report, self._history = report.after(self.report), report.seen
+        log(report, forwards)
+        self.report, self._history = report, report.seen
 
     def _totals(
         self, window: Window, forward: Callable[..., Any], own: Numbers
     ) -> tuple[Numbers, tuple[float, float]]:
         """The window's counts, and the images behind them and behind those of means."""
-        error, may_recover = "", self.may_recover
+        error, may_recover = "", self._recovers
         mine = {**self._by_formula(own), **own}
         if any(site not in mine for site in self.report.counts):
             try:
@@ -396,7 +369,7 @@ class Counts:
         before = Snapshot(self._model, self.report.changed_weights(self._model))
         try:
             with torch.no_grad(), EventStorage(get_event_storage().iter):
-                run_to_count(self._model, window, self._cutter, forward, self.may_recover)
+                run_to_count(self._model, window, self._cutter, forward, self._recovers)
         finally:
             before.restore()
         each = [added([noted]) for noted in self._answers.noted]
@@ -418,7 +391,6 @@ class Counts:
                         "counted by a forward of the whole window",
                         *site[1][0],
                     )
-        self._unseen = []
 
     def _by_formula(self, counts: Numbers) -> Numbers:
         of_sites = [(s, f) for s, f in self._formulas.items() if f]

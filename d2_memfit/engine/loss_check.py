@@ -17,13 +17,12 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
@@ -32,12 +31,12 @@ from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from ..common.random_state import RandomState
-from ..common.snapshot import Snapshot, plain_attributes
+from ..common.snapshot import Snapshot, plain_attributes, weights_that_may_change
 from ..compat.pytorch import BatchNorm, compiled_frames, forget_compiled
 from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
-from .collectives import IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
+from .collectives import FEW, IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
 from .window import MicroBatch, count_objects
 
 __all__ = ["LIMIT", "LossReport", "check_losses", "log"]
@@ -48,24 +47,14 @@ HELP = "docs/ACCUMULATION.md#a-loss-that-is-off"
 LIMIT = 1e-3  # relative distance of a gradient that is right
 LIMIT_OF_16_BITS = 0.05  # the same under autocast
 _SMALL = 1e-5  # of the gradient of all losses; smaller gradients are compared with this
-_ROUNDING = 2e-5  # distance of all losses together for which each is right
-_DIVIDED = 0.75  # a loss that is divided by a count is about halved if the count is doubled
+_ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
 _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
-_ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
+_MOST_ALONE = 8  # losses whose gradients are compared one by one
 _ELEMENTS = 2**20
-_MOST_TEXT = 1000  # of an object of the project's own
-_MOST_SITES = 3  # that are tried one by one
+_SCALE = 1024.0  # of losses: their gradients in 16 bits may be too small
 _LEAVE = "Return the losses, and leave backward and step to the trainer"
-_FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
-# The functions at import: other contexts may replace them later.
-_RANDPERM = torch.randperm
-_DRAWS = (
-    *(_RANDPERM, torch.bernoulli, torch.rand, torch.rand_like, torch.randint, torch.randint_like),
-    *(torch.randn, torch.randn_like, torch.Tensor.bernoulli_, torch.Tensor.normal_),
-    *(torch.Tensor.uniform_, torch.Tensor.exponential_),
-)
-_DROPOUT = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
+_DRAWS = re.compile(r"rand|bernoulli|(normal|uniform|exponential)_$")
 
 
 @dataclass
@@ -77,7 +66,7 @@ class LossReport:
         weights: "sum" or "objects" for losses that are not weighted by images.
         estimates: whether a loss is divided by a running mean, estimated within a window.
         pretends: whether one rank is told of a second one, so that it adds up its counts.
-        names: of the losses that the check has seen and that were not zero.
+        names: of the losses that were not zero.
         off: the relative distance of the gradient of each loss that is off.
         unchecked: why a loss, or all ("losses"), could not be checked.
         changed: names of what a forward changes in the model.
@@ -115,29 +104,34 @@ class LossReport:
     def __str__(self) -> str:
         exact = [k for k in self.names if k not in self.off and k not in self.unchecked]
         lines = [f"like one forward over all images: {', '.join(exact)}"] if exact else []
-        for why in dict.fromkeys(self.unchecked.values()):
-            names = [k for k, w in self.unchecked.items() if w == why]
-            lines.append(f"not checked: {', '.join(names)} ({why})")
+        lines += [f"not checked: {name} ({why})" for name, why in self.unchecked.items()]
         if self.changed:
             lines.append(f"each forward changes {', '.join(self.changed)}")
         return f"in {self.forwards} forwards, {self.seconds:.2g} s: {'; '.join(lines)}"
 
     def complaints(self) -> list[str]:
-        """A line for each criterion that is off, or for a check that failed."""
+        """A line for each loss that is off, or for a check that failed."""
         why = self.unchecked.get("losses")
         lines = [f"the losses of micro-batches are not checked: {why}. See {HELP}"] if why else []
-        for distance in dict.fromkeys(self.off.values()):
-            names = ", ".join(k for k, d in self.off.items() if d == distance)
-            by = f"{distance:.2g} of the gradient" if math.isfinite(distance) else "not finite"
-            lines.append(f"{names}: {by} off in micro-batches. See {HELP}")
-        return lines
+        off = "{}: {:.2g} of the gradient off in micro-batches. See {}"
+        return lines + [off.format(name, d, HELP) for name, d in self.off.items()]
 
-    def after(self, earlier: "LossReport") -> "LossReport":
-        """This report, with an earlier one's for losses that are zero in this one."""
-        weights = {k: w for k, w in earlier.weights.items() if k not in self.names}
-        names = [*dict.fromkeys([*earlier.names, *self.names])]
-        counts = [*dict.fromkeys([*earlier.counts, *self.counts])]
-        return replace(self, counts=counts, names=names, weights={**weights, **self.weights})
+
+def log(report: LossReport, forwards: int) -> None:
+    """Log the result.
+
+    Args:
+        forwards: micro-batches of an iteration.
+    """
+    logger.info("Losses of micro-batches, checked %s", report)
+    for line in report.complaints():
+        logger.warning("%s", line)
+    for name in report.counters:
+        logger.warning(
+            "%s counts forwards, %d times per iteration with accumulation. What depends on it, "
+            "such as a warm-up, comes earlier by that factor: lengthen it",
+            *(name, forwards),
+        )
 
 
 def check_losses(
@@ -166,7 +160,7 @@ def check_losses(
     height, width = size_of(list(images))
     settings = losses, answers, patterns, limit
     pixels = min(max(height * width, 1) * most_images, _MOST_PIXELS) / 3
-    for with_empty, share in ((True, 1), (False, 1), (False, 4)) if images else ():
+    for with_empty, share in ((True, 1), (False, 4)) if images else ():
         release_memory(next(model.parameters()).device)
         start, check = Snapshot(model, model.parameters()), _Check(model, *settings)
         no_step = register_optimizer_step_pre_hook(_refuse_step)
@@ -180,239 +174,198 @@ def check_losses(
             no_step.remove()
             start.restore()
             model.zero_grad(set_to_none=True)
-        found.changed, found.counters = check.found.changed, check.found.counters
+        found = check.found
         found.unchecked["losses"] = why
     return found
 
 
+@dataclass
 class _Run:
-    """Forwards of one run, weighted by their images.
+    """What forwards left, weighted by their images.
 
     Attributes:
         values: of the losses.
-        gradients: the gradient of each group of losses.
-        counts: of each forward.
+        gradients: of each group of losses.
         has_drawn: whether random numbers were drawn.
+        counts: of each forward.
         estimates: whether a running mean of windows was asked for.
         nearly: losses of Detectron2's heads, for which images are nearly the right weights.
     """
 
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self.gradients: list[Any] = []
-        self.counts: list[Numbers] = []
-        self.nearly: set[str] = set()
-        self.has_drawn = self.estimates = False
+    values: dict[str, float] = field(default_factory=dict)
+    gradients: list[Any] = field(default_factory=list)
+    has_drawn: bool = False
+    counts: list[Numbers] = field(default_factory=list)
+    estimates: bool = False
+    nearly: set[str] = field(default_factory=set)
 
     def off(self, whole: "_Run") -> list[str]:
         """Losses whose value differs from that of the images together."""
         pairs = [(k, v, self.values.get(k, 0.0)) for k, v in whole.values.items()]
         return [k for k, v, own in pairs if not abs(own - v) <= LIMIT * abs(v)]
 
-    def distance(self, whole: "_Run", i: int = 0, least: float = 0.0) -> float:
+    def distance(self, whole: "_Run", i: int) -> float:
         """Relative distance of the gradient of a group from that of the images together."""
         off = float((self.gradients[i] - whole.gradients[i]).norm())
-        scale = max(float(whole.gradients[i].norm()), least)
-        return off / (scale or 1e-30) if math.isfinite(off + scale) else math.inf
+        least = _SMALL * float(sum(whole.gradients).norm())
+        scale = max(float(whole.gradients[i].norm()), least, 1e-30)
+        return off / scale if math.isfinite(off + scale) else math.inf
 
 
 class _Check:
     def __init__(self, model: nn.Module, *settings: Any) -> None:
+        self.found = LossReport()
         self._model = model
         self._losses, self._answers, self._patterns, self._limit = settings
-        self._may_pretend = comm.get_world_size() == 1 and self._patterns is not None
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._state: Optional[Snapshot] = None
-        self.found = LossReport()
+        self._state = Snapshot(model, weights_that_may_change(model))
         self._totals: Numbers = {}  # the counts of the images together
-        self._names: list[str] = []
-        self._forwards = 0
+        self._groups: list[list[str]] = []  # of losses
         self._progress = tqdm(total=_MOST_FORWARDS, disable=None, leave=False)
 
     def report(self, images: Sequence[Any]) -> LossReport:
         """Run the check."""
-        self._together, self._apart = [images], [[image] for image in images]
+        found, self._together, self._apart = self.found, [images], [[image] for image in images]
         forget_compiled()
         began, compiled = time.perf_counter(), compiled_frames()
-        generator = torch.Generator().manual_seed(0)
-        for p in self._trained:
-            noise = torch.randn(p.shape, generator=generator).to(p)
-            p.data.add_(noise * (0.01 * p.data.square().mean().sqrt() + 1e-4))
+        self._prepare()
         before = state_of(self._model)
-        found = self._first_forward()
+        first = self._run(self._together)
         found.changed, found.counters = changed_by_forward(before, state_of(self._model))
-        seconds = 8 * (time.perf_counter() - began)
+        found.estimates = first.estimates
+        self._groups = _groups_of(list(first.values))
+        seconds = (5 + 4 * len(self._groups)) * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
-        if set(found.changed) - {*found.counters}:  # a queue fills
-            self._run([*self._apart, *self._apart[:1]], found, backward=False)
+        told = first if self._patterns is None else self._with_second_rank(first)
+        alone = self._run(self._apart, found)  # a queue fills
         self._state = Snapshot(self._model, found.changed_weights(self._model))
-        whole = self._run(self._together)
+        whole = self._run(self._together, backward=True)
         if self._patterns is not None:
-            self._find_counts()
-        parts = self._run(self._apart, found)
-        # The truth may be nearer.
-        if found.pretends and self._has_left(3) and self._is_wrong(parts, whole):
-            told = {k: w for k, w in found.weights.items() if w == "objects"}
-            counts = [site for site in found.counts if site[0] != "sum"]
-            truth = replace(found, pretends=False, counts=counts, weights=told)
-            others = self._run(self._apart, truth)
-            if _badness(others, whole) < _badness(parts, whole):
-                self.found, parts = truth, others
-        self._judge(whole, parts)
-        found = self.found
+            self._find_counts(told.counts[0], alone.counts)
+            self._find_weights(whole)
+        self._judge(whole, self._run(self._apart, found, backward=True))
         if compiled_frames() != compiled:
             why = "compiled code ran, whose counts are not seen"
             found.unchecked.update({k: why for k in found.names if k not in found.off})
         self._progress.close()
-        return replace(found, forwards=self._forwards, seconds=time.perf_counter() - began)
+        found.seconds = time.perf_counter() - began
+        return found
 
-    def _first_forward(self) -> LossReport:
-        """Note the counts of the images together; on one rank, as if there was a second one."""
-        for pretends in (True, False) if self._may_pretend else (False,):
-            self.found.pretends = pretends
-            start = Snapshot(self._model)
-            try:
-                run = self._run(self._together, self.found, backward=False)
-                self._totals, self.found.estimates = run.counts[0], run.estimates
-                break
-            except Exception as e:  # code without a second rank may raise anything
-                if isinstance(e, ConfigError) or is_out_of_memory(e) or not pretends:
-                    raise
-            start.restore()
-        return self.found
+    def _prepare(self) -> None:
+        """Move the weights a little, and leave out dropout that :class:`_SameDraws` cannot see."""
+        generator = torch.Generator().manual_seed(0)
+        for p in self._trained:
+            noise = torch.randn(p.shape, generator=generator).to(p)
+            p.data.add_(noise * (0.01 * p.data.square().mean().sqrt() + 1e-4))
+        for module in self._model.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
 
-    def _find_counts(self) -> None:
-        """Find the counts that add up and change a loss, and the weights of losses."""
-        found, totals = self.found, self._totals
-        found.weights = {}
-        sites = [s for s in totals if s not in (OBJECTS, IMAGES)]
-        apart = self._run(self._apart, found, backward=False) if sites else _Run()
-        found.seen, sums = apart.counts, added(apart.counts)
-        # If images together have more counts than a single one, the model counts each image.
-        for_itself = {site[:2] for site in sites if site not in sums}
-        for site in sites:
-            if site[:2] not in for_itself and is_same(totals[site], sums[site]):
+    def _with_second_rank(self, first: _Run) -> _Run:
+        """The images together as if there was a second rank, if that changes no loss."""
+        self.found.pretends = comm.get_world_size() == 1
+        try:
+            told = self._run(self._together, self.found)
+        except Exception:  # code without a second rank may raise anything
+            self.found.pretends = False
+            return first
+        self.found.pretends &= not told.off(first)
+        return told if self.found.pretends else first
+
+    def _find_counts(self, totals: Numbers, alone: list[Numbers]) -> None:
+        """Find the counts that add up."""
+        found, sums = self.found, added(alone)
+        self._totals, found.seen = totals, alone
+        for site in [s for s in totals if s not in (OBJECTS, IMAGES)]:
+            if site in sums and is_same(totals[site], sums[site]):
                 found.counts.append(site)
-            elif site[0] == "sum" and len(totals[site]) > _FEW:
+            elif site[0] == "sum" and len(totals[site]) > FEW:
                 found.collective = found.collective or "all_reduce in {}:{}".format(*site[1][0])
 
-        def losses_with(changed: Numbers) -> dict[str, float]:
-            self._totals = {**totals, **changed}
-            run = self._run(self._apart[:1], found, backward=False)
-            self._totals = totals
-            return run.values
-
-        asked = [site for site in found.counts if site[0] != "mean"]
-        given = losses_with({}) if asked else {}
-        for site in asked[:_MOST_SITES]:  # another value, in another ratio
-            n = totals[site]
-            has_any = apart.counts[0].get(site, n).any()
-            if has_any and losses_with({site: n * torch.linspace(2, 3, len(n)) + 2}) == given:
-                found.counts.remove(site)  # no loss depends on it
-        of_ranks = [site for site in found.counts if site[0] == "sum"]
-        halved = losses_with({s: 2 * totals[s] for s in of_ranks}) if of_ranks else given
-        found.weights = {k: "sum" for k, v in given.items() if v and halved[k] / v < _DIVIDED}
-        found.pretends &= bool(of_ranks)
+    def _find_weights(self, whole: _Run) -> None:
+        """Find the losses that are sums over objects, once their divisor is the window's."""
+        found, number = self.found, len(self._apart)
+        found.pretends &= any(site[0] == "sum" for site in found.counts)
+        if any(site[0] == "sum" for site in found.counts):
+            for name, mean in self._run(self._apart, found).values.items():
+                of_all = whole.values.get(name, mean)
+                if abs(number * mean - of_all) < abs(mean - of_all):
+                    found.weights[name] = "sum"
         for pattern, kind in self._patterns:
-            names = [name for name in self._names if fnmatchcase(name, pattern)]
+            names = [name for name in whole.values if fnmatchcase(name, pattern)]
             found.weights.update(dict.fromkeys(names, kind))
             if not names:
                 raise ConfigError(
                     f"MEMFIT.NORMALIZERS.LOSSES: no loss matches {pattern!r}. The model's losses "
-                    f"are {', '.join(self._names)}"
+                    f"are {', '.join(whole.values)}"
                 )
 
-    def _has_left(self, forwards: int) -> bool:
-        return self._forwards + forwards <= _MOST_FORWARDS
-
-    def _is_wrong(self, parts: _Run, whole: _Run) -> bool:
-        return parts.distance(whole) > _ROUNDING or bool(parts.off(whole))
-
     def _judge(self, whole: _Run, parts: _Run) -> None:
-        """Find the losses that are off: layers of one criterion together, right and wrong apart."""
-        found, values, off = self.found, whole.values, parts.off(whole)
-        found.names = [k for k, v in values.items() if v != 0 or k in off]
-        zero = "it is zero for these images"
-        found.unchecked = {k: zero for k in values if k not in found.names}
-        if not self._is_wrong(parts, whole):
-            return
-        groups: dict[Any, list[str]] = {}
-        for name in found.names:
-            groups.setdefault((re.sub(r"\d+", "", name), name in off), []).append(name)
-        least, names = _SMALL * float(whole.gradients[0].norm()), list(groups.values())
-        has_drawn = whole.has_drawn or parts.has_drawn
-        if self._has_left(9 if has_drawn else 6):
-            whole = self._run(self._together, names=names)
-            parts = self._run(self._apart, found, names)
-        else:
-            names = [off or found.names]
-        other = None
-        for i, of_group in enumerate(names):
-            distance = parts.distance(whole, i, 0.0 if of_group[0] in off else least)
-            noise, why = _ESTIMATED if found.estimates else 0.0, "the running mean of windows"
-            if distance > self._limit and has_drawn and (other or self._has_left(3)):
-                other = other or self._run(self._together, names=names, seed=1)
-                noise, why = other.distance(whole, i, least), "random numbers"
-            if distance > noise and set(of_group) <= parts.nearly:
-                noise, why = math.inf, "the number of proposals or pixels"
-            if self._limit < distance <= noise:
-                why = f"{distance:.1g} off, as {why} may make it"
-                found.unchecked.update(dict.fromkeys(of_group, why))
-            elif distance > self._limit:
-                found.off.update(dict.fromkeys(of_group, distance))
+        """Find the losses that are off."""
+        found, off, other = self.found, parts.off(whole), whole
+        found.names = [k for k, v in whole.values.items() if v != 0 or k in off]
+        zero = [k for k in whole.values if k not in found.names]
+        found.unchecked = dict.fromkeys(zero, "it is zero for these images")
+        for i, group in enumerate(self._groups):
+            distance = parts.distance(whole, i)
+            if distance <= self._limit:
+                continue
+            if other is whole and (whole.has_drawn or parts.has_drawn):
+                other = self._run(self._together, backward=True, seed=1)
+            names = [k for k in group if k in off] or [k for k in group if k in found.names]
+            if parts.nearly.issuperset(names):
+                why = "the number of proposals or pixels"
+            elif found.estimates and distance <= _ESTIMATED:
+                why = "the running mean of windows"
+            elif distance <= other.distance(whole, i):
+                why = "random numbers"
+            else:
+                found.off.update(dict.fromkeys(names, distance))
+                continue
+            why = f"{distance:.1g} off, as {why} may make it"
+            found.unchecked.update(dict.fromkeys(names, why))
 
     def _run(
         self,
         groups: Sequence[Sequence[Any]],
         report: Optional[LossReport] = None,
-        names: Sequence[Sequence[str]] = (),
+        backward: bool = False,
         seed: int = 0,
-        backward: bool = True,
     ) -> _Run:
-        """Run groups of images, one forward and backward each.
+        """Run groups of images, one forward each.
 
         Args:
             report: how the losses are weighted; None: by images, and nothing is answered.
-            names: groups of losses, whose gradients are computed one by one.
+            backward: whether to compute the gradients of the losses.
         """
-        if self._state is not None:
-            self._state.restore()
-        number = sum(map(len, self._apart))
+        self._state.restore()
+        number, device = len(self._apart), self._trained[0].device
         known = {*report.counts, OBJECTS} if report else ()
         totals = {s: n for s, n in self._totals.items() if s in known}
-        report, images = report or LossReport(), (number, number) if totals else (0, 0)
-        scale = 1 if self._limit == LIMIT else 1024  # gradients of 16 bits may be too small
-        answers, run = self._answers(self._answer, report, totals, images), _Run()
-        for module in self._model.modules():
-            if isinstance(module, nn.MultiheadAttention):
-                module.dropout = 0.0
+        behind = (number, number) if totals else (0, 0)
+        answers = self._answers(self._answer, report or LossReport(), totals, behind)
+        run = _Run(gradients=[0.0] * len(self._groups))
         # On the CPU, oneDNN would keep 30 MB of code for each new size of images.
         flags = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
-        with (
-            EventStorage(get_event_storage().iter),
-            flags,
-            torch.enable_grad(),
-        ):
-            for group in groups:
-                micro_batch = MicroBatch(copy.deepcopy(group))  # models may change images
-                with _SameDraws(seed) as draws, answers.around(micro_batch):
-                    before = RandomState(self._trained[0].device)
+        with EventStorage(get_event_storage().iter), flags, torch.enable_grad():
+            for images in groups:
+                micro_batch = MicroBatch(copy.deepcopy(images))  # models may change images
+                with _SameDraws(seed), answers.around(micro_batch):
+                    before = RandomState(device)
                     losses = answers.weighted(self._checked(micro_batch.batch))
-                    is_same = before.draws_the_same(RandomState(self._trained[0].device))
-                run.has_drawn |= draws.has_drawn or not is_same
-                share, self._names = len(group) / number, list(losses)
+                    run.has_drawn |= not before.draws_the_same(RandomState(device))
+                share = len(images) / number
                 for name, loss in losses.items():
                     run.values[name] = run.values.get(name, 0.0) + share * float(loss.detach())
-                for i, of_group in enumerate((names or [self._names]) if backward else ()):
-                    total: Any = sum(losses[k] for k in of_group if k in losses) * share * scale
+                for i, names in enumerate(self._groups if backward else ()):
+                    total: Any = sum(losses[k] for k in names if k in losses) * share * _SCALE
                     if isinstance(total, torch.Tensor) and total.requires_grad:
                         with _SameDraws(seed), answers.around(micro_batch, replays=True):
-                            total.backward(retain_graph=i + 1 < len(names))
-                    run.gradients += [0.0] * (i + 1 - len(run.gradients))
+                            total.backward(retain_graph=i + 1 < len(self._groups))
                     run.gradients[i] += gradient_of(self._trained)
                     self._model.zero_grad(set_to_none=True)
-                self._progress.update(len(group))
-                self._forwards += len(group)
+                self._progress.update(len(images))
+                self.found.forwards += len(images)
         run.counts = [added([noted]) for noted in answers.noted]
         run.estimates, run.nearly = answers.estimates, answers.nearly
         return run
@@ -445,27 +398,13 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     raise ConfigError(f"the model's forward or loss_fn steps by itself ({step}). {_LEAVE}")
 
 
-def _badness(parts: _Run, whole: _Run) -> tuple[int, float]:
-    # In the gradient of all losses, one loss may hide others. So losses are counted first.
-    return len(parts.off(whole)), parts.distance(whole)
-
-
-def log(report: LossReport, earlier: LossReport, forwards: int) -> None:
-    """Log the result. Warnings of an earlier report do not come again.
-
-    Args:
-        forwards: micro-batches of an iteration.
-    """
-    logger.info("Losses of micro-batches, checked %s", report)
-    new = {k: d for k, d in report.off.items() if k not in earlier.off}
-    for line in replace(report, off=new).complaints():
-        logger.warning("%s", line)
-    for name in [k for k in report.counters if k not in earlier.counters]:
-        logger.warning(
-            "%s counts forwards, %d times per iteration with accumulation. What depends on it, "
-            "such as a warm-up, comes earlier by that factor: lengthen it",
-            *(name, forwards),
-        )
+def _groups_of(names: Sequence[str]) -> list[list[str]]:
+    """Losses whose gradients are compared together: if there are many, layers of one criterion."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        kind = name if len(names) <= _MOST_ALONE else re.sub(r"\d+", "", name)
+        groups.setdefault(kind, []).append(name)
+    return [*groups.values()]
 
 
 def gradient_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -490,15 +429,16 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 def _print_of(value: Any, depth: int = 3) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        tensor = torch.as_tensor(value).detach().to_dense()
+        tensor = torch.as_tensor(value).detach().to_dense().cpu()
         if tensor.numel() == 1:
             return tensor.item()
-        return zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     value = list(value.items()) if isinstance(value, Mapping) else value
     if depth and isinstance(value, (list, tuple, deque)):
         return [_print_of(v, depth - 1) for v in value]
-    is_plain = isinstance(value, (bool, int, float, str, type(None)))
-    return value if is_plain else re.sub(r" at 0x[0-9a-f]+", "", repr(value)[:_MOST_TEXT])
+    return (
+        value if isinstance(value, (int, float)) else re.sub(r" at 0x\w+", "", repr(value)[:1000])
+    )
 
 
 def changed_by_forward(
@@ -535,36 +475,31 @@ class _SameDraws(TorchFunctionMode):
     """Random numbers that do not depend on earlier ones or on the batch, and no dropout.
 
     All rows of a random tensor have the same numbers: those of an object are the same in every
-    batch.
+    batch. The anchors or proposals of an image are taken in their order.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.has_drawn = False
         self._seed = seed
 
     def __enter__(self) -> Any:
-        self._draw_again()
+        random.seed(self._seed)
+        np.random.seed(self._seed)
+        torch.manual_seed(self._seed)
         return super().__enter__()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUT:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if "dropout" in name:
             return args[0] if args else kwargs["input"]
-        if func not in _DRAWS:
+        if not _DRAWS.match(name):
             return func(*args, **kwargs)
-        self.has_drawn = True
-        self._draw_again()
+        torch.manual_seed(self._seed)
         drawn = func(*args, **kwargs)
-        if func is _RANDPERM:  # of the anchors or proposals of an image
+        if name == "randperm":
             return drawn.copy_(torch.arange(len(drawn)).roll(self._seed * len(drawn) // 3))
         if drawn.dim() > 0 and len(drawn) > 0:
             drawn.detach().copy_(drawn[:1].clone().expand_as(drawn))
         return drawn
-
-    def _draw_again(self) -> None:
-        random.seed(self._seed)
-        np.random.seed(self._seed)
-        torch.manual_seed(self._seed)

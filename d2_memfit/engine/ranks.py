@@ -50,7 +50,6 @@ class RankReport:
     recovery: Optional[RecoveryReport] = None
     error: str = ""  # for which all ranks end: memory ran out for good
     refused: str = ""  # for which all ranks end: the config cannot train this model
-    has_new_losses: bool = False  # that were not in the check
     stop_signal: int = 0  # the signal that asked this rank to end the run
 
     def add(self, window: Window, explain: Callable[[MicroBatch], str]) -> None:

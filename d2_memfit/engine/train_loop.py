@@ -293,7 +293,6 @@ class AccumulatingTrainer(ResumableTrainer):
             with self._explained("vote", window):
                 if not (mine.error or mine.refused):
                     mine.add(window, partial(described, bare))
-                    mine.has_new_losses = self.counts.has_new_losses
         except OutOfMemoryError as e:
             mine = RankReport(error=str(e))
         if not self._reduces_in_backward and comm.get_world_size() > 1:
@@ -301,7 +300,6 @@ class AccumulatingTrainer(ResumableTrainer):
         mine.stop_signal = self.stop_signal
         reports = comm.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
-        self.counts.is_due |= any(r.has_new_losses for r in reports)
         if refused := [r.refused for r in reports if r.refused]:
             raise ConfigError(refused[0])
         if errors := [r.error for r in reports if r.error]:
