@@ -9,12 +9,10 @@ micro-batch gets them as answers.
 """
 
 import logging
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Optional, TypeVar, Union
+from typing import Any, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -22,21 +20,19 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 
-from ..common.snapshot import Snapshot
+from ..common.snapshot import Snapshot, weights_that_may_change
 from ..errors import ConfigError, OutOfMemoryError
 from ..memory import error_line, is_out_of_memory
 from ..settings import NormalizerOptions
 from . import collectives
-from .collectives import FEW, IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
-from .loss_check import LIMIT, LossReport, check_losses, log
+from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
+from .loss_check import LIMIT, LossReport, check_losses
 from .retry import Cutter, run_to_count
 from .window import MicroBatch, Window, count_objects, may_have_objects
 
-__all__ = ["Answers", "Counts", "check", "window_count"]
+__all__ = ["Counts", "window_count"]
 
 logger = logging.getLogger(__name__)
-
-Number = TypeVar("Number", float, torch.Tensor)
 
 _FORWARDS = 6  # from which a formula is taken, with three of the check
 _ZERO = torch.zeros(1, dtype=torch.float64)
@@ -68,138 +64,6 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
             dist.all_reduce(count)
         return (count / comm.get_world_size()).clamp(min=minimum)
     return max(sum(comm.all_gather(count)) / comm.get_world_size(), minimum)
-
-
-class Answers:
-    """Notes the counts of forwards, and answers them with those of the window.
-
-    A count without a total is answered with the forward's own, as if all ranks had the same.
-
-    Args:
-        model: the model that runs.
-        is_exact: whether means of Detectron2's heads are counted, too.
-        on_other: handles collectives that are not counts.
-        report: how the losses are weighted.
-        totals: the window's counts, of all ranks.
-        images: images behind ``totals``, and behind those of means.
-        ranks: number of ranks that take part.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        is_exact: bool,
-        on_other: Callable[[Collective], bool],
-        report: LossReport,
-        totals: Optional[Numbers] = None,
-        images: tuple[float, float] = (0.0, 0.0),
-        ranks: int = 1,
-    ) -> None:
-        self.noted: list[dict[Site, Any]] = []  # of each completed forward
-        self._forward: dict[Site, Any] = {}  # of the running one
-        self.nearly: set[str] = set()  # losses of Detectron2's heads that are not counted
-        self.estimates = False  # whether a running mean over windows was asked for
-        self._model, self._is_exact, self._on_other = model, is_exact, on_other
-        self._report, self._totals, self._images = report, totals or {}, images
-        self._ranks = ranks
-        self._calls: Counter[Any] = Counter()
-
-    @contextmanager
-    def around(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
-        """Answer in a micro-batch's forward, or in its backward (``replays``), which may compute
-        parts of the forward again.
-        """
-        self._calls.clear()
-        if not replays:
-            objects = count_objects(micro_batch.data)
-            self._forward = {OBJECTS: objects, IMAGES: micro_batch.num_images}
-        with ExitStack() as stack:
-            stack.enter_context(collectives.answering_counts(self))
-            stack.enter_context(collectives.noticed_collectives(self._handle))
-            stack.enter_context(collectives.cross_entropies_answered())
-            stack.enter_context(collectives.means_answered(self._model, self._is_exact))
-            if self._report.pretends:
-                stack.enter_context(collectives.second_rank_pretended())
-            yield
-        if not replays:
-            self.noted.append(self._forward)
-
-    @property
-    def share(self) -> float:
-        """Images of the running micro-batch over those of the window, for a running mean."""
-        self.estimates = True
-        return self._share(self._images[1])
-
-    def count(self, own: Number, minimum: float) -> Number:
-        """Answer :func:`window_count`: this forward's share of the window's count."""
-        return self._answer("count", own, minimum, self._images[0])
-
-    def factor(self, own: Number, minimum: float) -> Number:
-        """Factor that makes a loss, a mean over ``own`` elements, the window's mean."""
-        return _limited(own, minimum) / self._answer("mean", own, minimum, self._images[1])
-
-    def weighted(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The losses, so that the micro-batch's share of the images is the right weight of each."""
-        share, weights = self._share(self._images[0]), self._report.weights
-        factors = {"sum": 1 / (share * self._ranks)}
-        if OBJECTS in self._totals:  # a batch without any object is divided by 1
-            own, whole = self._forward[OBJECTS], self._totals[OBJECTS].item()
-            factors["objects"] = max(own, 1) / (max(whole, 1) * share)
-        return {k: v * factors[weights[k]] if k in weights else v for k, v in losses.items()}
-
-    def _share(self, images: float) -> float:
-        return self._forward[IMAGES] / images if images else 1.0
-
-    def _answer(self, kind: str, own: Number, minimum: float, images: float) -> Number:
-        site = self._note(kind, own)
-        if site not in self._totals:
-            return _limited(own, minimum)
-        answer = self._totals[site].clamp(min=minimum) * self._share(images)
-        if isinstance(own, torch.Tensor):
-            dtype = own.dtype if own.is_floating_point() else torch.float32
-            return answer.reshape(own.shape).to(own.device, dtype)
-        return answer.item()
-
-    def _handle(self, call: Collective) -> bool:
-        if not call.is_count:
-            return self._on_other(call)
-        tensor = call.tensors[0].detach()
-        site = self._note("sum", tensor)
-        if site in self._totals:
-            answer = self._totals[site] / self._ranks * (call.scale or 1)
-            answer = answer if tensor.is_floating_point() else answer.round()
-            tensor.copy_(answer.reshape(tensor.shape))
-            return True
-        is_statistics = self._ranks > 1 and tensor.numel() > FEW
-        return self._on_other(call) if is_statistics else call.run_alone()
-
-    def _note(self, kind: str, value: Any) -> Site:
-        place = collectives.place_of_caller()
-        site = (kind, place, self._calls[kind, place])
-        self._calls[kind, place] += 1
-        self._forward[site] = torch.as_tensor(value).detach().clone()
-        return site
-
-
-def _limited(own: Number, minimum: float) -> Number:
-    if isinstance(own, torch.Tensor):
-        return own.detach().float().clamp(min=minimum)
-    return max(own, minimum)
-
-
-def check(
-    model: nn.Module,
-    losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]],
-    images: Sequence[Any],
-    options: Optional[NormalizerOptions] = None,
-    limit: float = LIMIT,
-    most_images: float = math.inf,
-) -> LossReport:
-    """:func:`check_losses` with the counts of these options, in training and for any model."""
-    options = options or NormalizerOptions()
-    answers = partial(Answers, model, options.policy == "exact")
-    patterns = None if options.policy == "off" else options.losses
-    return check_losses(model, losses, answers, patterns, limit, images, most_images)
 
 
 class Counts:
@@ -239,7 +103,7 @@ class Counts:
         self._new_answers = partial(Answers, model, options.policy == "exact")
         patterns = [list(pair) for pair in options.losses]
         self._options = {"policy": options.policy, "losses": patterns}
-        self._checked = partial(check, model, losses, options=options, limit=limit)
+        self._checked = partial(check_losses, model, losses, options=options, limit=limit)
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
         self._is_due = options.policy != "off"  # whether the losses are still to be checked
         self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
@@ -273,7 +137,7 @@ class Counts:
         of_ranks, numbers, may = zip(*comm.all_gather((objects, len(sizes), may_have)))
         is_needed = max(numbers) > 1 or (self._recovers and self._ranks > 1)
         if self._is_due and is_needed and (any(of_ranks) or not any(may)):
-            self._check(window, of_ranks, max(sizes, default=0), max(numbers))
+            self._check(window.images_waiting, of_ranks)
         self.is_one_piece = self._ranks == 1 and len(sizes) == 1
         if self.communicates and len(set(numbers)) > 1:
             raise ConfigError(
@@ -314,14 +178,14 @@ class Counts:
             self._formulas = dict(state["formulas"])
             self._is_due = False
 
-    def _check(self, window: Window, objects: Sequence[int], largest: int, forwards: int) -> None:
+    def _check(self, images: Sequence[Any], objects: Sequence[int]) -> None:
         """Check the losses with the images of the rank with the most objects, for all ranks."""
         self._is_due = False
         found: Union[LossReport, str, None] = None
         tester = objects.index(max(objects))
         if comm.get_rank() == tester:
             try:
-                found = self._checked(window.images_waiting, most_images=largest)
+                found = self._checked(images)
             except ConfigError as e:
                 found = str(e)
             except Exception as e:  # there was no memory to begin; the other ranks wait
@@ -331,7 +195,9 @@ class Counts:
             raise ConfigError(report)
         if report.collective and self._ranks > 1:
             self._allow(report.collective)
-        log(report, forwards)
+        logger.info("Losses of micro-batches, checked %s", report)
+        for line in report.complaints():
+            logger.warning("%s", line)
         self.report, self._history = report, report.seen
 
     def _totals(
@@ -366,7 +232,7 @@ class Counts:
         self._answers = self._new_answers(
             Collective.run_alone, LossReport(pretends=self.report.pretends)
         )
-        before = Snapshot(self._model, self.report.changed_weights(self._model))
+        before = Snapshot(self._model, weights_that_may_change(self._model))
         try:
             with torch.no_grad(), EventStorage(get_event_storage().iter):
                 run_to_count(self._model, window, self._cutter, forward, self._recovers)

@@ -14,9 +14,8 @@ import math
 import random
 import re
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Optional
@@ -26,20 +25,20 @@ import torch
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from ..common.random_state import RandomState
-from ..common.snapshot import Snapshot, plain_attributes, weights_that_may_change
-from ..compat.pytorch import BatchNorm, compiled_frames, forget_compiled
+from ..common.snapshot import Snapshot, changed_by_forward, state_of, weights_that_may_change
+from ..compat.pytorch import compiled_frames, forget_compiled
 from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
-from .collectives import FEW, IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
+from ..settings import NormalizerOptions
+from .collectives import FEW, IMAGES, OBJECTS, Answers, Collective, Numbers, Site, added, is_same
 from .window import MicroBatch, count_objects
 
-__all__ = ["LIMIT", "LossReport", "check_losses", "log"]
+__all__ = ["LIMIT", "LossReport", "check_losses"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +51,9 @@ _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
 _MOST_ALONE = 8  # losses whose gradients are compared one by one
 _ELEMENTS = 2**20
-_SCALE = 1024.0  # of losses: their gradients in 16 bits may be too small
-_LEAVE = "Return the losses, and leave backward and step to the trainer"
 _DRAWS = re.compile(r"rand|bernoulli|(normal|uniform|exponential)_$")
+
+Losses = Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
 
 
 @dataclass
@@ -95,12 +94,6 @@ class LossReport:
         """Whether losses are weighted by more than images."""
         return bool(self.counts or self.weights or self.estimates)
 
-    def changed_weights(self, model: nn.Module) -> list[nn.Parameter]:
-        """Parameters that a forward changes, such as a teacher's."""
-        root = type(model).__name__
-        named = model.named_parameters()
-        return [p for n, p in named if {n, f"{root}.{n}"} & {*self.changed}]
-
     def __str__(self) -> str:
         exact = [k for k in self.names if k not in self.off and k not in self.unchecked]
         lines = [f"like one forward over all images: {', '.join(exact)}"] if exact else []
@@ -110,68 +103,45 @@ class LossReport:
         return f"in {self.forwards} forwards, {self.seconds:.2g} s: {'; '.join(lines)}"
 
     def complaints(self) -> list[str]:
-        """A line for each loss that is off, or for a check that failed."""
+        """A line for each loss that is off, for each counter, or for a check that failed."""
         why = self.unchecked.get("losses")
         lines = [f"the losses of micro-batches are not checked: {why}. See {HELP}"] if why else []
         off = "{}: {:.2g} of the gradient off in micro-batches. See {}"
-        return lines + [off.format(name, d, HELP) for name, d in self.off.items()]
-
-
-def log(report: LossReport, forwards: int) -> None:
-    """Log the result.
-
-    Args:
-        forwards: micro-batches of an iteration.
-    """
-    logger.info("Losses of micro-batches, checked %s", report)
-    for line in report.complaints():
-        logger.warning("%s", line)
-    for name in report.counters:
-        logger.warning(
-            "%s counts forwards, %d times per iteration with accumulation. What depends on it, "
-            "such as a warm-up, comes earlier by that factor: lengthen it",
-            *(name, forwards),
-        )
+        lines += [off.format(name, distance, HELP) for name, distance in self.off.items()]
+        early = "{} counts forwards, not iterations: a warm-up that depends on it ends too early"
+        return lines + [early.format(name) for name in self.counters]
 
 
 def check_losses(
     model: nn.Module,
-    losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]],
-    answers: Callable[..., Any],
-    patterns: Optional[Sequence[Sequence[str]]],
-    limit: float,
+    losses: Losses,
     images: Sequence[Any],
-    most_images: float = math.inf,
+    options: Optional[NormalizerOptions] = None,
+    limit: float = LIMIT,
 ) -> LossReport:
     """Check the losses of a job with three of its images. The model is then as before.
 
     Args:
         losses: called as ``losses(model, batch)``.
-        answers: makes the ``Answers`` that stand around a forward.
-        patterns: of MEMFIT.NORMALIZERS.LOSSES; None: no counts are answered.
-        limit: relative distance of a gradient that is right.
         images: the images of a window.
-        most_images: images of a micro-batch. Those of the check have at most as many pixels.
+        options: which counts are answered.
+        limit: relative distance of a gradient that is right.
 
     Raises:
-        ConfigError: the losses cannot be trained on, or a pattern matches none.
+        ConfigError: the losses cannot be trained on, or a pattern of the options matches none.
     """
     found = LossReport(unchecked={"losses": "batches cannot be cut into images"})
-    height, width = size_of(list(images))
-    settings = losses, answers, patterns, limit
-    pixels = min(max(height * width, 1) * most_images, _MOST_PIXELS) / 3
-    for with_empty, share in ((True, 1), (False, 4)) if images else ():
+    for with_empty, pixels in ((True, _MOST_PIXELS), (False, _MOST_PIXELS / 4)) if images else ():
         release_memory(next(model.parameters()).device)
-        start, check = Snapshot(model, model.parameters()), _Check(model, *settings)
-        no_step = register_optimizer_step_pre_hook(_refuse_step)
+        start = Snapshot(model, model.parameters())
+        check = _Check(model, losses, options or NormalizerOptions(), limit)
         try:
-            return check.report(_chosen(images, with_empty, pixels / share))
+            return check.report(_chosen(images, with_empty, pixels / 3))
         except ConfigError:
             raise
         except Exception as e:  # of the model's code. Its traceback would keep its tensors
             why = "memory ran out" if is_out_of_memory(e) else f"{type(e).__name__}: {one_line(e)}"
         finally:
-            no_step.remove()
             start.restore()
             model.zero_grad(set_to_none=True)
         found = check.found
@@ -181,23 +151,12 @@ def check_losses(
 
 @dataclass
 class _Run:
-    """What forwards left, weighted by their images.
+    """What forwards left, weighted by their images: values of losses, gradients of groups."""
 
-    Attributes:
-        values: of the losses.
-        gradients: of each group of losses.
-        has_drawn: whether random numbers were drawn.
-        counts: of each forward.
-        estimates: whether a running mean of windows was asked for.
-        nearly: losses of Detectron2's heads, for which images are nearly the right weights.
-    """
-
+    answers: Answers
+    gradients: list[Any]
     values: dict[str, float] = field(default_factory=dict)
-    gradients: list[Any] = field(default_factory=list)
-    has_drawn: bool = False
-    counts: list[Numbers] = field(default_factory=list)
-    estimates: bool = False
-    nearly: set[str] = field(default_factory=set)
+    has_drawn: bool = False  # random numbers
 
     def off(self, whole: "_Run") -> list[str]:
         """Losses whose value differs from that of the images together."""
@@ -213,14 +172,15 @@ class _Run:
 
 
 class _Check:
-    def __init__(self, model: nn.Module, *settings: Any) -> None:
+    def __init__(
+        self, model: nn.Module, losses: Losses, options: NormalizerOptions, limit: float
+    ) -> None:
         self.found = LossReport()
-        self._model = model
-        self._losses, self._answers, self._patterns, self._limit = settings
+        self._model, self._losses, self._options, self._limit = model, losses, options, limit
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._state = Snapshot(model, weights_that_may_change(model))
         self._totals: Numbers = {}  # the counts of the images together
-        self._groups: list[list[str]] = []  # of losses
+        self._groups: list[list[str]] = []  # of losses whose gradients are compared together
         self._progress = tqdm(total=_MOST_FORWARDS, disable=None, leave=False)
 
     def report(self, images: Sequence[Any]) -> LossReport:
@@ -230,19 +190,21 @@ class _Check:
         began, compiled = time.perf_counter(), compiled_frames()
         self._prepare()
         before = state_of(self._model)
-        first = self._run(self._together)
+        first = told = self._run(self._together)
         found.changed, found.counters = changed_by_forward(before, state_of(self._model))
-        found.estimates = first.estimates
-        self._groups = _groups_of(list(first.values))
+        found.estimates = first.answers.estimates
+        layers = r"\d+" if len(first.values) > _MOST_ALONE else "$"  # of a criterion are a group
+        kinds = {k: re.sub(layers, "", k) for k in first.values}
+        self._groups = [[k for k in kinds if kinds[k] == g] for g in dict.fromkeys(kinds.values())]
         seconds = (5 + 4 * len(self._groups)) * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
-        told = first if self._patterns is None else self._with_second_rank(first)
+        if self._options.policy != "off" and comm.get_world_size() == 1:
+            told = self._with_second_rank(first)
         alone = self._run(self._apart, found)  # a queue fills
-        self._state = Snapshot(self._model, found.changed_weights(self._model))
+        self._state = Snapshot(self._model, weights_that_may_change(self._model))
         whole = self._run(self._together, backward=True)
-        if self._patterns is not None:
-            self._find_counts(told.counts[0], alone.counts)
-            self._find_weights(whole)
+        if self._options.policy != "off":
+            self._find_counts(told, alone, whole)
         self._judge(whole, self._run(self._apart, found, backward=True))
         if compiled_frames() != compiled:
             why = "compiled code ran, whose counts are not seen"
@@ -256,42 +218,36 @@ class _Check:
         generator = torch.Generator().manual_seed(0)
         for p in self._trained:
             noise = torch.randn(p.shape, generator=generator).to(p)
-            p.data.add_(noise * (0.01 * p.data.square().mean().sqrt() + 1e-4))
+            p.data.add_(noise * (0.1 * p.data.square().mean().sqrt() + 1e-4))
         for module in self._model.modules():
             if isinstance(module, nn.MultiheadAttention):
                 module.dropout = 0.0
 
     def _with_second_rank(self, first: _Run) -> _Run:
         """The images together as if there was a second rank, if that changes no loss."""
-        self.found.pretends = comm.get_world_size() == 1
-        try:
+        told, self.found.pretends = first, True
+        with suppress(Exception):  # code without a second rank may raise anything
             told = self._run(self._together, self.found)
-        except Exception:  # code without a second rank may raise anything
-            self.found.pretends = False
-            return first
-        self.found.pretends &= not told.off(first)
+        self.found.pretends = told is not first and not told.off(first)
         return told if self.found.pretends else first
 
-    def _find_counts(self, totals: Numbers, alone: list[Numbers]) -> None:
-        """Find the counts that add up."""
-        found, sums = self.found, added(alone)
-        self._totals, found.seen = totals, alone
-        for site in [s for s in totals if s not in (OBJECTS, IMAGES)]:
-            if site in sums and is_same(totals[site], sums[site]):
+    def _find_counts(self, told: _Run, alone: _Run, whole: _Run) -> None:
+        """Find the counts that add up, and the losses that are sums over objects."""
+        found, number, self._totals = self.found, len(self._apart), added(told.answers.noted)
+        found.seen = [added([noted]) for noted in alone.answers.noted]
+        own = added(found.seen)
+        for site in self._totals.keys() & own.keys() - {OBJECTS, IMAGES}:
+            if is_same(self._totals[site], own[site]):
                 found.counts.append(site)
-            elif site[0] == "sum" and len(totals[site]) > FEW:
-                found.collective = found.collective or "all_reduce in {}:{}".format(*site[1][0])
-
-    def _find_weights(self, whole: _Run) -> None:
-        """Find the losses that are sums over objects, once their divisor is the window's."""
-        found, number = self.found, len(self._apart)
+            elif site[0] == "sum" and len(own[site]) > FEW:
+                found.collective = "all_reduce in {}:{}".format(*site[1][0])
         found.pretends &= any(site[0] == "sum" for site in found.counts)
         if any(site[0] == "sum" for site in found.counts):
             for name, mean in self._run(self._apart, found).values.items():
                 of_all = whole.values.get(name, mean)
                 if abs(number * mean - of_all) < abs(mean - of_all):
                     found.weights[name] = "sum"
-        for pattern, kind in self._patterns:
+        for pattern, kind in self._options.losses:
             names = [name for name in whole.values if fnmatchcase(name, pattern)]
             found.weights.update(dict.fromkeys(names, kind))
             if not names:
@@ -313,24 +269,18 @@ class _Check:
             if other is whole and (whole.has_drawn or parts.has_drawn):
                 other = self._run(self._together, backward=True, seed=1)
             names = [k for k in group if k in off] or [k for k in group if k in found.names]
-            if parts.nearly.issuperset(names):
-                why = "the number of proposals or pixels"
-            elif found.estimates and distance <= _ESTIMATED:
-                why = "the running mean of windows"
-            elif distance <= other.distance(whole, i):
-                why = "random numbers"
+            if (
+                parts.answers.nearly.issuperset(names)
+                or (found.estimates and distance <= _ESTIMATED)
+                or distance <= other.distance(whole, i)
+            ):
+                why = f"{distance:.1g} off, as its sampling or its running mean may make it"
+                found.unchecked.update(dict.fromkeys(names, why))
             else:
                 found.off.update(dict.fromkeys(names, distance))
-                continue
-            why = f"{distance:.1g} off, as {why} may make it"
-            found.unchecked.update(dict.fromkeys(names, why))
 
     def _run(
-        self,
-        groups: Sequence[Sequence[Any]],
-        report: Optional[LossReport] = None,
-        backward: bool = False,
-        seed: int = 0,
+        self, groups: Sequence[Any], report: Any = None, backward: bool = False, seed: int = 0
     ) -> _Run:
         """Run groups of images, one forward each.
 
@@ -343,14 +293,19 @@ class _Check:
         known = {*report.counts, OBJECTS} if report else ()
         totals = {s: n for s, n in self._totals.items() if s in known}
         behind = (number, number) if totals else (0, 0)
-        answers = self._answers(self._answer, report or LossReport(), totals, behind)
-        run = _Run(gradients=[0.0] * len(self._groups))
+        is_exact, scale = self._options.policy == "exact", 1 if self._limit == LIMIT else 1024
+        report = report or LossReport()
+        answers = Answers(self._model, is_exact, self._answer, report, totals, behind)
+        run = _Run(answers, [0.0] * len(self._groups))
         # On the CPU, oneDNN would keep 30 MB of code for each new size of images.
         flags = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
         with EventStorage(get_event_storage().iter), flags, torch.enable_grad():
             for images in groups:
                 micro_batch = MicroBatch(copy.deepcopy(images))  # models may change images
-                with _SameDraws(seed), answers.around(micro_batch):
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.manual_seed(seed)
+                with _SameDraws(), answers.around(micro_batch):
                     before = RandomState(device)
                     losses = answers.weighted(self._checked(micro_batch.batch))
                     run.has_drawn |= not before.draws_the_same(RandomState(device))
@@ -358,16 +313,14 @@ class _Check:
                 for name, loss in losses.items():
                     run.values[name] = run.values.get(name, 0.0) + share * float(loss.detach())
                 for i, names in enumerate(self._groups if backward else ()):
-                    total: Any = sum(losses[k] for k in names if k in losses) * share * _SCALE
+                    total: Any = sum(losses[k] for k in names if k in losses) * share * scale
                     if isinstance(total, torch.Tensor) and total.requires_grad:
-                        with _SameDraws(seed), answers.around(micro_batch, replays=True):
+                        with _SameDraws(), answers.around(micro_batch, replays=True):
                             total.backward(retain_graph=i + 1 < len(self._groups))
                     run.gradients[i] += gradient_of(self._trained)
                     self._model.zero_grad(set_to_none=True)
                 self._progress.update(len(images))
                 self.found.forwards += len(images)
-        run.counts = [added([noted]) for noted in answers.noted]
-        run.estimates, run.nearly = answers.estimates, answers.nearly
         return run
 
     def _answer(self, call: Collective) -> bool:
@@ -379,32 +332,11 @@ class _Check:
 
     def _checked(self, batch: Any) -> Mapping[str, torch.Tensor]:
         losses = self._losses(self._model, batch)
-        if not isinstance(losses, Mapping):
-            name = type(losses).__name__
-            raise ConfigError(f"the model must return a loss or a dict of losses, got a {name}")
-        for name, loss in losses.items():
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                got = list(getattr(loss, "shape", [type(loss).__name__]))
-                raise ConfigError(f"{name} must be a tensor with one number, got {got}")
+        if not isinstance(losses, Mapping) or any(v.numel() != 1 for v in losses.values()):
+            raise ConfigError("the model must return a loss or a dict of losses of one number")
         if any(p.grad is not None for p in self._trained):
-            raise ConfigError(
-                f"the model's forward or loss_fn calls backward() by itself. {_LEAVE}"
-            )
+            raise ConfigError("the forward calls backward() by itself: leave it to the trainer")
         return losses
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    step = f"{type(optimizer).__name__}.step"
-    raise ConfigError(f"the model's forward or loss_fn steps by itself ({step}). {_LEAVE}")
-
-
-def _groups_of(names: Sequence[str]) -> list[list[str]]:
-    """Losses whose gradients are compared together: if there are many, layers of one criterion."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        kind = name if len(names) <= _MOST_ALONE else re.sub(r"\d+", "", name)
-        groups.setdefault(kind, []).append(name)
-    return [*groups.values()]
 
 
 def gradient_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -412,42 +344,6 @@ def gradient_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     step = -(-sum(p.numel() for p in parameters) // _ELEMENTS)
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters]
     return torch.cat([gradient.flatten()[::step] for gradient in gradients])
-
-
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """Everything in the model that may change, by name: a number, or one that differs after a
-    change.
-    """
-    state: dict[str, Any] = {}
-    for path, part in model.named_modules():
-        if not isinstance(part, BatchNorm):  # its statistics are not read in training
-            tensors = [*part.named_buffers(recurse=False), *part.named_parameters(recurse=False)]
-            for name, value in [*plain_attributes(part), *tensors]:
-                state[f"{path or type(model).__name__}.{name}"] = _print_of(value)
-    return state
-
-
-def _print_of(value: Any, depth: int = 3) -> Any:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        tensor = torch.as_tensor(value).detach().to_dense().cpu()
-        if tensor.numel() == 1:
-            return tensor.item()
-        return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes())
-    value = list(value.items()) if isinstance(value, Mapping) else value
-    if depth and isinstance(value, (list, tuple, deque)):
-        return [_print_of(v, depth - 1) for v in value]
-    return (
-        value if isinstance(value, (int, float)) else re.sub(r" at 0x\w+", "", repr(value)[:1000])
-    )
-
-
-def changed_by_forward(
-    before: Mapping[str, Any], after: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    """Names of what has changed, and of the numbers that have grown by one."""
-    changed = [name for name, value in after.items() if before.get(name, value) != value]
-    pairs = [(name, before[name], after[name]) for name in changed]
-    return changed, [k for k, old, new in pairs if type(old) in (int, float) and new == old + 1]
 
 
 def _chosen(images: Sequence[Any], with_empty: bool, pixels: float) -> list[Any]:
@@ -478,28 +374,17 @@ class _SameDraws(TorchFunctionMode):
     batch. The anchors or proposals of an image are taken in their order.
     """
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._seed = seed
-
-    def __enter__(self) -> Any:
-        random.seed(self._seed)
-        np.random.seed(self._seed)
-        torch.manual_seed(self._seed)
-        return super().__enter__()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if "dropout" in name:
             return args[0] if args else kwargs["input"]
         if not _DRAWS.match(name):
             return func(*args, **kwargs)
-        torch.manual_seed(self._seed)
+        seed = torch.initial_seed()
+        torch.manual_seed(seed)
         drawn = func(*args, **kwargs)
         if name == "randperm":
-            return drawn.copy_(torch.arange(len(drawn)).roll(self._seed * len(drawn) // 3))
+            return drawn.copy_(torch.arange(len(drawn)).roll(seed * len(drawn) // 3))
         if drawn.dim() > 0 and len(drawn) > 0:
             drawn.detach().copy_(drawn[:1].clone().expand_as(drawn))
         return drawn

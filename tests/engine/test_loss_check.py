@@ -14,7 +14,7 @@ from tiny import images, tiny_cfg, tiny_model
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine.counts import check
+from d2_memfit.engine.loss_check import check_losses
 from d2_memfit.job import losses_of
 from d2_memfit.settings import NormalizerOptions
 from tests.engine.criteria_list import CRITERIA, WINDOWS
@@ -123,7 +123,7 @@ class Compiled(Detector):
 def report_of(model, batch=None, **options):
     with EventStorage():
         batch = batch or annotated_images((10, 3, 0, 5))
-        return check(model, losses_of, batch, NormalizerOptions(**options))
+        return check_losses(model, losses_of, batch, NormalizerOptions(**options))
 
 
 def test_means_of_heads_are_exact_with_policy_exact():
