@@ -22,12 +22,12 @@ from torch import nn
 
 from ..common.snapshot import Snapshot, weights_that_may_change
 from ..errors import ConfigError, OutOfMemoryError
-from ..memory import error_line, is_out_of_memory
+from ..memory import error_line
 from ..settings import NormalizerOptions
 from . import collectives
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
 from .loss_check import LIMIT, LossReport, check_losses
-from .retry import Cutter, run_to_count
+from .retry import Cutter, Retries, run_all
 from .window import MicroBatch, Window, count_objects, may_have_objects
 
 __all__ = ["Counts", "window_count"]
@@ -109,11 +109,14 @@ class Counts:
         self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
         self._history: list[Numbers] = []
 
-    def prepare(self, window: Window, forward: Callable[..., Any]) -> None:
+    def prepare(
+        self, window: Window, forward: Callable[..., Any], retries: Optional[Retries]
+    ) -> None:
         """Find the counts of a window, before its first forward. All ranks call it.
 
         Args:
             forward: the trainer's forward of a micro-batch.
+            retries: how images run again; None if they do not.
 
         Raises:
             ConfigError: on every rank, if the model cannot be trained with these options.
@@ -147,13 +150,15 @@ class Counts:
             )
         if self.report.is_answered and not self.is_one_piece:  # one forward's are the window's
             own = added([{IMAGES: sum(sizes), OBJECTS: objects}])
-            totals = self._totals(window, forward, own)
+            totals = self._totals(window, forward, retries, own)
             self._answers = self._new_answers(on_other, self.report, *totals, self._ranks)
 
-    def prepare_again(self, window: Window, forward: Callable[..., Any]) -> None:
+    def prepare_again(
+        self, window: Window, forward: Callable[..., Any], retries: Optional[Retries]
+    ) -> None:
         """:meth:`prepare` a window that was one piece, and is cut now."""
         if self.is_one_piece:
-            self.prepare(window, forward)
+            self.prepare(window, forward, retries)
 
     def around(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[Any]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward."""
@@ -201,25 +206,19 @@ class Counts:
         self.report, self._history = report, report.seen
 
     def _totals(
-        self, window: Window, forward: Callable[..., Any], own: Numbers
+        self, window: Window, forward: Callable[..., Any], retries: Optional[Retries], own: Numbers
     ) -> tuple[Numbers, tuple[float, float]]:
         """The window's counts, and the images behind them and behind those of means."""
-        error, may_recover = "", self._recovers
+        error = ""
         mine = {**self._by_formula(own), **own}
         if any(site not in mine for site in self.report.counts):
             try:
-                mine.update(self._counted(window, forward))
-            except Exception as e:
-                if not (may_recover and is_out_of_memory(e)):
-                    raise
-                error = error_line(e)
+                mine.update(self._counted(window, forward, retries))
+            except OutOfMemoryError as e:  # for good
+                error = str(e)
         errors, of_ranks = zip(*comm.all_gather((error, mine)))
         if any(errors):
-            raise OutOfMemoryError(
-                "there was no memory to count what losses are divided by "
-                f"({next(filter(None, errors))}). Lower MEMFIT.MICRO_BATCH, or set "
-                "MEMFIT.NORMALIZERS.POLICY off"
-            )
+            raise OutOfMemoryError(next(filter(None, errors)))
         everywhere = added(of_ranks)
         # If no batches are accumulated, each rank has its own mean, as in Detectron2.
         means = mine if self._is_whole else everywhere
@@ -227,7 +226,9 @@ class Counts:
         totals = {s: (means if s[0] == "mean" else everywhere).get(s, _ZERO) for s in sites}
         return totals, (everywhere[IMAGES].item(), means[IMAGES].item())
 
-    def _counted(self, window: Window, forward: Callable[..., Any]) -> Numbers:
+    def _counted(
+        self, window: Window, forward: Callable[..., Any], retries: Optional[Retries]
+    ) -> Numbers:
         """This rank's counts, by a forward of all images without gradients."""
         self._answers = self._new_answers(
             Collective.run_alone, LossReport(pretends=self.report.pretends)
@@ -235,9 +236,10 @@ class Counts:
         before = Snapshot(self._model, weights_that_may_change(self._model))
         try:
             with torch.no_grad(), EventStorage(get_event_storage().iter):
-                run_to_count(self._model, window, self._cutter, forward, self._recovers)
+                run_all(partial(self._cutter.take, window), forward, retries)
         finally:
             before.restore()
+            window.put_all_back()
         each = [added([noted]) for noted in self._answers.noted]
         self._history = [*self._history, *each][-16 * _FORWARDS :]
         for site in set(self.report.counts) - self._formulas.keys():
@@ -269,7 +271,7 @@ class Counts:
         return False
 
     def _allow(self, call: str) -> None:
-        if self._recovers and not self._cutter.is_configured:
+        if self._recovers:
             raise ConfigError(
                 f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {call} "
                 "communicates with other ranks in each forward. Train without it, such as with "
@@ -282,7 +284,6 @@ class Counts:
             call,
         )
         self.communicates = call
-        self._cutter.forget()
 
 
 def _formula_of(site: Site, each: Sequence[Numbers]) -> dict[Site, Sequence[float]]:

@@ -62,7 +62,9 @@ class RankReport:
         self.data_time = window.data_time
         for m in window.micro_batches:
             values = (
-                torch.stack([x.float() for x in m.losses.values()]).tolist() if m.losses else []
+                torch.stack([x.float().sum() for x in m.losses.values()]).tolist()
+                if m.losses
+                else []
             )
             for name, loss in zip(m.losses, values):
                 self.loss_sums[name] = self.loss_sums.get(name, 0.0) + m.num_images * loss

@@ -226,7 +226,7 @@ class AccumulatingTrainer(ResumableTrainer):
 
         def take() -> Optional[MicroBatch]:
             if report.recovery and report.recovery.oom_events and not window.micro_batches:
-                self.counts.prepare_again(window, self._forward)
+                self.counts.prepare_again(window, self._forward, retries)
             return self.cutter.take(window)
 
         def run(micro_batch: MicroBatch) -> None:
@@ -239,15 +239,13 @@ class AccumulatingTrainer(ResumableTrainer):
             with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
                     window.load_all()  # a second run must not draw random numbers again
-                self.counts.prepare(window, self._forward)
+                self.counts.prepare(window, self._forward, retries)
                 run_all(take, run, retries)
                 self._free_old_gradients()  # if all images were skipped
                 if retries is not None:
                     retries.end_window()
         except OutOfMemoryError as e:
             self.model.zero_grad(set_to_none=True)
-            if self.counts.communicates:  # the other ranks wait in a forward
-                raise
             report.error = str(e)
         except ConfigError as e:
             report.refused = str(e)
