@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,11 @@ from torch import nn
 
 from ..common.snapshot import Snapshot, weights_that_may_change
 from ..errors import ConfigError, OutOfMemoryError
-from ..memory import error_line
 from ..settings import NormalizerOptions
 from . import collectives
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
 from .loss_check import LIMIT, LossReport, check_losses
-from .retry import Cutter, Retries, run_all
+from .retry import Cutter
 from .window import MicroBatch, Window, count_objects, may_have_objects
 
 __all__ = ["Counts", "window_count"]
@@ -109,14 +108,13 @@ class Counts:
         self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
         self._history: list[Numbers] = []
 
-    def prepare(
-        self, window: Window, forward: Callable[..., Any], retries: Optional[Retries]
-    ) -> None:
+    def prepare(self, window: Window, run_forwards: Callable[[], None]) -> None:
         """Find the counts of a window, before its first forward. All ranks call it.
 
+        A window that was one piece, and is cut after an error, is prepared again.
+
         Args:
-            forward: the trainer's forward of a micro-batch.
-            retries: how images run again; None if they do not.
+            run_forwards: runs the trainer's forwards of all micro-batches, and no backward.
 
         Raises:
             ConfigError: on every rank, if the model cannot be trained with these options.
@@ -150,15 +148,8 @@ class Counts:
             )
         if self.report.is_answered and not self.is_one_piece:  # one forward's are the window's
             own = added([{IMAGES: sum(sizes), OBJECTS: objects}])
-            totals = self._totals(window, forward, retries, own)
+            totals = self._totals(window, run_forwards, own)
             self._answers = self._new_answers(on_other, self.report, *totals, self._ranks)
-
-    def prepare_again(
-        self, window: Window, forward: Callable[..., Any], retries: Optional[Retries]
-    ) -> None:
-        """:meth:`prepare` a window that was one piece, and is cut now."""
-        if self.is_one_piece:
-            self.prepare(window, forward, retries)
 
     def around(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[Any]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward."""
@@ -186,34 +177,31 @@ class Counts:
     def _check(self, images: Sequence[Any], objects: Sequence[int]) -> None:
         """Check the losses with the images of the rank with the most objects, for all ranks."""
         self._is_due = False
-        found: Union[LossReport, str, None] = None
-        tester = objects.index(max(objects))
+        tester, error = objects.index(max(objects)), ""
         if comm.get_rank() == tester:
             try:
-                found = self._checked(images)
+                self.report = self._checked(images)
             except ConfigError as e:
-                found = str(e)
-            except Exception as e:  # there was no memory to begin; the other ranks wait
-                found = LossReport(unchecked={"losses": error_line(e)})
-        report = comm.all_gather(found)[tester]
-        if isinstance(report, str):
-            raise ConfigError(report)
-        if report.collective and self._ranks > 1:
-            self._allow(report.collective)
-        logger.info("Losses of micro-batches, checked %s", report)
-        for line in report.complaints():
+                error = str(e)
+        error, self.report = comm.all_gather((error, self.report))[tester]
+        if error:
+            raise ConfigError(error)
+        if self.report.collective and self._ranks > 1:
+            self._allow(self.report.collective)
+        logger.info("Losses of micro-batches, checked %s", self.report)
+        for line in self.report.complaints():
             logger.warning("%s", line)
-        self.report, self._history = report, report.seen
+        self._history = self.report.seen
 
     def _totals(
-        self, window: Window, forward: Callable[..., Any], retries: Optional[Retries], own: Numbers
+        self, window: Window, run_forwards: Callable[[], None], own: Numbers
     ) -> tuple[Numbers, tuple[float, float]]:
         """The window's counts, and the images behind them and behind those of means."""
         error = ""
         mine = {**self._by_formula(own), **own}
         if any(site not in mine for site in self.report.counts):
             try:
-                mine.update(self._counted(window, forward, retries))
+                mine.update(self._counted(window, run_forwards))
             except OutOfMemoryError as e:  # for good
                 error = str(e)
         errors, of_ranks = zip(*comm.all_gather((error, mine)))
@@ -226,9 +214,7 @@ class Counts:
         totals = {s: (means if s[0] == "mean" else everywhere).get(s, _ZERO) for s in sites}
         return totals, (everywhere[IMAGES].item(), means[IMAGES].item())
 
-    def _counted(
-        self, window: Window, forward: Callable[..., Any], retries: Optional[Retries]
-    ) -> Numbers:
+    def _counted(self, window: Window, run_forwards: Callable[[], None]) -> Numbers:
         """This rank's counts, by a forward of all images without gradients."""
         self._answers = self._new_answers(
             Collective.run_alone, LossReport(pretends=self.report.pretends)
@@ -236,7 +222,7 @@ class Counts:
         before = Snapshot(self._model, weights_that_may_change(self._model))
         try:
             with torch.no_grad(), EventStorage(get_event_storage().iter):
-                run_all(partial(self._cutter.take, window), forward, retries)
+                run_forwards()
         finally:
             before.restore()
             window.put_all_back()
@@ -254,9 +240,8 @@ class Counts:
                 if not is_same(told, counts.get(site, _ZERO)):
                     self._formulas[site] = ()
                     logger.warning(
-                        "The count in %s:%d no longer follows from the annotations, so the losses "
-                        "of the last iteration were divided by another one. From now on it is "
-                        "counted by a forward of the whole window",
+                        "The count in %s:%d no longer follows from the annotations: the losses of "
+                        "the last iteration were divided by another one. Now forwards count it",
                         *site[1][0],
                     )
 
@@ -277,12 +262,11 @@ class Counts:
                 "communicates with other ranks in each forward. Train without it, such as with "
                 "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
             )
-        logger.warning(
-            "The model communicates in its forward, %s. Each micro-batch communicates with one "
-            "micro-batch of every other rank. If losses are divided by the result, use "
-            "d2_memfit.window_count",
-            call,
+        text = (
+            "The model communicates in its forward, %s. Each micro-batch communicates with one of "
+            "every other rank. If losses are divided by the result, use d2_memfit.window_count"
         )
+        logger.warning(text, call)
         self.communicates = call
 
 

@@ -225,9 +225,13 @@ class AccumulatingTrainer(ResumableTrainer):
         report = RankReport(recovery=retries and retries.report)
 
         def take() -> Optional[MicroBatch]:
-            if report.recovery and report.recovery.oom_events and not window.micro_batches:
-                self.counts.prepare_again(window, self._forward, retries)
+            is_cut = report.recovery and report.recovery.oom_events and not window.micro_batches
+            if is_cut and self.counts.is_one_piece:
+                self.counts.prepare(window, count)
             return self.cutter.take(window)
+
+        def count() -> None:
+            run_all(partial(self.cutter.take, window), self._forward, retries)
 
         def run(micro_batch: MicroBatch) -> None:
             storage.next_micro_batch(micro_batch.num_images)
@@ -239,7 +243,7 @@ class AccumulatingTrainer(ResumableTrainer):
             with self._explained("window", window):
                 if retries is not None and self.run_state.loads_in_this_process:
                     window.load_all()  # a second run must not draw random numbers again
-                self.counts.prepare(window, self._forward, retries)
+                self.counts.prepare(window, count)
                 run_all(take, run, retries)
                 self._free_old_gradients()  # if all images were skipped
                 if retries is not None:
