@@ -248,7 +248,7 @@ class Answers:
 
     def _handle(self, call: Collective) -> bool:
         if not call.is_count:
-            return self._on_other(call)
+            return call.num_ranks > 1 and self._on_other(call)
         tensor = call.tensors[0].detach()
         site = self._note("sum", tensor)
         if site in self._totals:

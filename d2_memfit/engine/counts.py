@@ -187,7 +187,7 @@ class Counts:
         if error:
             raise ConfigError(error)
         if self.report.collective and self._ranks > 1:
-            self._allow(self.report.collective)
+            self._communicate(self.report.collective)
         logger.info("Losses of micro-batches, checked %s", self.report)
         for line in self.report.complaints():
             logger.warning("%s", line)
@@ -249,25 +249,22 @@ class Counts:
         of_sites = [(s, f) for s, f in self._formulas.items() if f]
         return {s: f[0] * counts[OBJECTS] + f[1] * counts[IMAGES] for s, f in of_sites}
 
-    def _communicate(self, call: Collective) -> bool:
+    def _communicate(self, call: Any) -> bool:
         """Let a collective that is not a count run: the other ranks make the same call."""
-        if call.num_ranks > 1 and not self.communicates:
-            self._allow(str(call))
-        return False
-
-    def _allow(self, call: str) -> None:
         if self._recovers:
             raise ConfigError(
                 f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {call} "
                 "communicates with other ranks in each forward. Train without it, such as with "
                 "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
             )
-        text = (
-            "The model communicates in its forward, %s. Each micro-batch communicates with one of "
-            "every other rank. If losses are divided by the result, use d2_memfit.window_count"
-        )
-        logger.warning(text, call)
-        self.communicates = call
+        if not self.communicates:
+            self.communicates = str(call)
+            text = (
+                "The model communicates in its forward, %s. Each micro-batch communicates with one "
+                "of every other rank. For a count that losses are divided by, use window_count"
+            )
+            logger.warning(text, call)
+        return False
 
 
 def _formula_of(site: Site, each: Sequence[Numbers]) -> dict[Site, Sequence[float]]:
