@@ -346,23 +346,22 @@ def gradient_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def _chosen(images: Sequence[Any], with_empty: bool, pixels: float) -> list[Any]:
-    """Three images of one size: the most crowded one, one with a third of its objects, one without.
+    """Three images of one size: the most crowded one, one in the middle, one without objects.
 
     Args:
         with_empty: whether the third one has no objects.
         pixels: of an image, at most.
     """
-    crowded, *others = sorted(images, key=count_objects, reverse=True)
-    chosen = [crowded, *(others or [crowded])[:1], *(others or [crowded])[-1:]]
-    height, width = size_of(crowded)
+    ordered = sorted(images, key=count_objects, reverse=True)
+    height, width = size_of(ordered[0])
     factor = min(math.sqrt(pixels / max(height * width, 1)), 1.0)
     size = max(round(height * factor), 1), max(round(width * factor), 1)
-    most = count_objects(crowded)
-    for i, objects in enumerate((most, max(most // 3, 1), 0 if with_empty else max(most // 2, 1))):
-        if isinstance(chosen[i], dict) and "image" in chosen[i]:
-            chosen[i] = resize_to(chosen[i], size)
-            if "instances" in chosen[i]:
-                chosen[i]["instances"] = chosen[i]["instances"][:objects]
+    chosen = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+    for i, image in enumerate(chosen):
+        if isinstance(image, dict) and "image" in image:
+            chosen[i] = resize_to(image, size)
+            if i == 2 and with_empty and "instances" in image:
+                chosen[i]["instances"] = chosen[i]["instances"][:0]
     return chosen
 
 
