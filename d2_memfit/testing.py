@@ -13,8 +13,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from .common.snapshot import Snapshot
-from .engine.counts import check
-from .engine.loss_check import HELP, LIMIT, LossReport, gradient_of
+from .engine.loss_check import HELP, LIMIT, LossReport, check_losses, gradient_of
 from .engine.window import as_given, images_of
 from .errors import DataError, MemfitError
 from .job import LossFn, losses_of
@@ -85,7 +84,7 @@ def check_accumulation(
     model.zero_grad(set_to_none=True)
     try:
         with EventStorage():
-            report = check(model, partial(losses_of, loss_fn=loss_fn), images, _BY_IMAGES)
+            report = check_losses(model, partial(losses_of, loss_fn=loss_fn), images, _BY_IMAGES)
             if "losses" in report.unchecked:
                 raise MemfitError(f"the losses cannot be checked: {report.unchecked['losses']}")
             found = [_of_loss(report, name) for name in [*report.names, *report.unchecked]]

@@ -2,9 +2,11 @@
 """What a forward changes in addition to gradients, saved so that it can be put back."""
 
 import random
+import re
+import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain
 from types import (
@@ -21,9 +23,10 @@ import torch
 from detectron2.layers import FrozenBatchNorm2d
 from torch import nn
 
+from ..compat.pytorch import BatchNorm
 from .random_state import RandomState
 
-__all__ = ["Snapshot", "plain_attributes", "weights_that_may_change"]
+__all__ = ["Snapshot", "changed_by_forward", "state_of", "weights_that_may_change"]
 
 # A tensor in an attribute is copied up to this size. Buffers of all sizes are.
 _LARGE_BYTES = 2**20
@@ -155,9 +158,33 @@ class _Part:
         )
 
 
-def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """A module's attributes that PyTorch does not manage."""
-    return ((k, v) for k, v in vars(module).items() if k not in _OF_MODULES)
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """All that may change, by name: numbers, and what else differs after a change."""
+    state: dict[str, Any] = {}
+    for path, part in model.named_modules():
+        if not isinstance(part, BatchNorm):  # its statistics are not read in training
+            own = {k: v for k, v in vars(part).items() if k not in _OF_MODULES}
+            for name, value in {**own, **part._buffers, **part._parameters}.items():
+                state[f"{path or type(model).__name__}.{name}"] = _print_of(value)
+    return state
+
+
+def _print_of(value: Any, depth: int = 3) -> Any:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        numbers = torch.as_tensor(value).detach().to_dense().cpu().double().numpy()
+        return numbers.item() if numbers.size == 1 else zlib.crc32(numbers.tobytes())
+    value = [*value.items()] if isinstance(value, Mapping) else value
+    if depth and isinstance(value, (list, tuple, deque)):
+        return [_print_of(part, depth - 1) for part in value]
+    is_number = isinstance(value, (int, float))
+    return value if is_number else re.sub(r" at 0x\w+", "", repr(value)[:1000])
+
+
+def changed_by_forward(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Names of what has changed in :func:`state_of`, and of the numbers that have grown by one."""
+    changed = [name for name in new if old.get(name, new[name]) != new[name]]
+    numbers = [name for name in changed if {type(old[name]), type(new[name])} <= {int, float}]
+    return changed, [name for name in numbers if new[name] == old[name] + 1]
 
 
 def weights_that_may_change(model: nn.Module) -> list[torch.Tensor]:

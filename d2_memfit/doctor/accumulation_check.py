@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from ..engine.counts import check
-from ..engine.loss_check import LossReport
+from ..engine.loss_check import LossReport, check_losses
 from ..engine.window import images_of
 from .patient import Patient, Untested, Unwell
 
@@ -36,7 +35,7 @@ def _checked(patient: Patient) -> LossReport:
     if patient.report is None:
         images = [_with_pixels(image, seed) for seed, image in enumerate(images)]
         model, options = patient.model(), patient.job.normalizers
-        patient.report = patient.call(check, model, patient.losses, images, options)
+        patient.report = patient.call(check_losses, model, patient.losses, images, options)
     return patient.report
 
 

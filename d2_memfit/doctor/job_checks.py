@@ -11,10 +11,9 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from ..common.snapshot import Snapshot
+from ..common.snapshot import Snapshot, changed_by_forward, state_of
 from ..engine import recovering_inference
 from ..engine.collectives import Collective, noticed_collectives, second_rank_pretended
-from ..engine.loss_check import changed_by_forward, state_of
 from ..errors import MemfitError
 from ..job import Job
 from ..planner.dry_run import one_line_errors

@@ -9,13 +9,14 @@ methods of a few well-known criteria, whose counts cannot be seen from outside (
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from types import FrameType
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,24 +25,20 @@ from torch import nn
 
 from ..common.patching import replaced_functions
 from ..compat.pytorch import cross_entropy_owner, default_group_answered
+from .window import MicroBatch, count_objects
 
 if dist.is_available():
     import torch.distributed.nn  # its functions' default group is the group at import
 
-# The methods behind torch.distributed's functions, and the names by which users know some.
+# The methods behind torch.distributed's functions.
 _METHOD = re.compile(r"_?(all|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send)")
-_NAMES = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "_allgather_base": "all_gather_into_tensor",
-    "all_gather_single": "all_gather_into_tensor",
-}
 # Files of helper functions: a collective's place is the code that calls them.
 _PASSED_ON = (
     str(Path(torch.__file__).parent),
     str(Path(__file__).parents[1]),
     "/detectron2/utils/comm.py",
 )
+_HERE = sys.modules[__name__]
 _MOST_COUNTS = 4096  # numbers in a tensor that are taken for counts, such as one for each class
 _REDUCTION_MEAN = 1  # what PyTorch's functions of losses call it
 
@@ -52,9 +49,8 @@ class Collective:
     """One call of a collective.
 
     Attributes:
-        name: as in ``torch.distributed``.
+        name: that of the method behind it.
         place: where the model's code calls it.
-        module: class of the innermost module that calls it.
         tensors: the tensors that the call changes in place.
         num_ranks: those of its group.
         scale: factor by which it multiplies a value that all ranks have: the ranks of its group
@@ -63,25 +59,18 @@ class Collective:
     """
 
     def __init__(self, name: str, args: Sequence[Any], num_ranks: int) -> None:
-        self.name = _NAMES.get(name, name)
+        self.name, self.num_ranks = name, num_ranks
         self.place = place_of_caller()
-        self.num_ranks = num_ranks
         self.tensors, sent = _flat(args[:1]), _flat(args[1:2])
         op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
         factor = num_ranks if op == dist.ReduceOp.SUM else 1 if op == dist.ReduceOp.AVG else None
         self.scale = factor if "reduce" in name and not sent else None
-        self.module = "no module"
-        inner: list[Any] = []
-        for frame in _frames():
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, nn.Module):
-                self.module = type(owner).__name__
-                break
-            inner += frame.f_locals.values()
         # In a function with its own backward.
-        has_gradient = any(isinstance(v, torch.autograd.function.FunctionCtx) for v in inner)
+        inner = takewhile(lambda f: not isinstance(f.f_locals.get("self"), nn.Module), _frames())
+        held = (value for frame in inner for value in frame.f_locals.values())
+        has_gradient = any(isinstance(v, torch.autograd.function.FunctionCtx) for v in held)
         self.is_count = (
-            self.name == "all_reduce"
+            name == "allreduce"
             and self.scale is not None
             and self.tensors[0].numel() <= _MOST_COUNTS
             and self.tensors[0].dtype != torch.bool
@@ -98,7 +87,8 @@ class Collective:
 
     def __str__(self) -> str:
         file, line = self.place[0] if self.place else ("a file that is not known", 0)
-        return f"{self.name} in {file}:{line} ({self.module})"
+        name = {"allreduce": "all_reduce", "allgather": "all_gather"}.get(self.name, self.name)
+        return f"{name} in {file}:{line}"
 
 
 @contextmanager
@@ -136,11 +126,6 @@ def second_rank_pretended() -> AbstractContextManager[None]:
     return default_group_answered(lambda _: group)
 
 
-def cross_entropies_answered() -> AbstractContextManager[None]:
-    """While open, a mean of cross-entropies with weights asks :data:`counts` for its factor."""
-    return replaced_functions([cross_entropy_owner], {"cross_entropy_loss": _cross_entropy})
-
-
 @cache  # one function: torch.compile compiles again for another
 def _cross_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def cross_entropy(logits: Any, target: Any, weight: Any, *rest: Any) -> torch.Tensor:
@@ -157,26 +142,135 @@ def _cross_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., torch
     return cross_entropy
 
 
-# Answers while a forward runs: its count(own, minimum), factor(own, minimum) and share.
+# The Answers while a forward runs.
 counts: Any = None
+Number = TypeVar("Number", float, torch.Tensor)
 
 # The kind of count ("sum" over ranks, "count" or "mean"), its place, and the number of the call
 # there in one forward. Plain types, for checkpoints.
 Site = tuple[str, Place, int]
 Numbers = dict[Site, torch.Tensor]  # float64 on the host; a vector has a number for each class
+FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
 OBJECTS: Site = ("objects", (), 0)
 IMAGES: Site = ("images", (), 0)
 
 
-@contextmanager
-def answering_counts(by: Any) -> Iterator[None]:
-    """While open, :data:`counts` is ``by``."""
-    global counts  # noqa: PLW0603  model code asks, and knows no trainer
-    outer, counts = counts, by
-    try:
-        yield
-    finally:
-        counts = outer
+class Answers:
+    """Notes the counts of forwards, and answers them with those of the window.
+
+    A count without a total is answered with the forward's own, as if all ranks had the same.
+
+    Args:
+        model: the model that runs.
+        is_exact: whether means of Detectron2's heads are counted, too.
+        on_other: handles collectives that are not counts.
+        report: a ``LossReport``, for how the losses are weighted.
+        totals: the window's counts, of all ranks.
+        images: images behind ``totals``, and behind those of means.
+        ranks: number of ranks that take part.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        is_exact: bool,
+        on_other: Callable[[Collective], bool],
+        report: Any,
+        totals: Optional[Numbers] = None,
+        images: tuple[float, float] = (0.0, 0.0),
+        ranks: int = 1,
+    ) -> None:
+        self.noted: list[dict[Site, Any]] = []  # of each completed forward
+        self._forward: dict[Site, Any] = {}  # of the running one
+        self.nearly: set[str] = set()  # losses of Detectron2's heads that are not counted
+        self.estimates = False  # whether a running mean over windows was asked for
+        self._model, self._is_exact, self._on_other = model, is_exact, on_other
+        self._report, self._totals, self._images = report, totals or {}, images
+        self._ranks = ranks
+        self._calls: Counter[Any] = Counter()
+
+    @contextmanager
+    def around(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
+        """Answer in a micro-batch's forward, or in its backward (``replays``), which may compute
+        parts of the forward again.
+        """
+        self._calls.clear()
+        if not replays:
+            objects = count_objects(micro_batch.data)
+            self._forward = {OBJECTS: objects, IMAGES: micro_batch.num_images}
+        entropy = {"cross_entropy_loss": _cross_entropy}
+        with ExitStack() as stack:
+            stack.enter_context(replaced_functions([_HERE], {"counts": lambda outer: self}))
+            stack.enter_context(noticed_collectives(self._handle))
+            stack.enter_context(replaced_functions([cross_entropy_owner], entropy))
+            stack.enter_context(means_answered(self._model, self._is_exact))
+            if self._report.pretends:
+                stack.enter_context(second_rank_pretended())
+            yield
+        if not replays:
+            self.noted.append(self._forward)
+
+    @property
+    def share(self) -> float:
+        """Images of the running micro-batch over those of the window, for a running mean."""
+        self.estimates = True
+        return self._share(self._images[1])
+
+    def count(self, own: Number, minimum: float) -> Number:
+        """Answer :func:`window_count`: this forward's share of the window's count."""
+        return self._answer("count", own, minimum, self._images[0])
+
+    def factor(self, own: Number, minimum: float) -> Number:
+        """Factor that makes a loss, a mean over ``own`` elements, the window's mean."""
+        return _limited(own, minimum) / self._answer("mean", own, minimum, self._images[1])
+
+    def weighted(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The losses, so that the micro-batch's share of the images is the right weight of each."""
+        share, weights = self._share(self._images[0]), self._report.weights
+        factors = {"sum": 1 / (share * self._ranks)}
+        if OBJECTS in self._totals:  # a batch without any object is divided by 1
+            own, whole = self._forward[OBJECTS], self._totals[OBJECTS].item()
+            factors["objects"] = max(own, 1) / (max(whole, 1) * share)
+        return {k: v * factors[weights[k]] if k in weights else v for k, v in losses.items()}
+
+    def _share(self, images: float) -> float:
+        return self._forward[IMAGES] / images if images else 1.0
+
+    def _answer(self, kind: str, own: Number, minimum: float, images: float) -> Number:
+        site = self._note(kind, own)
+        if site not in self._totals:
+            return _limited(own, minimum)
+        answer = self._totals[site].clamp(min=minimum) * self._share(images)
+        if isinstance(own, torch.Tensor):
+            dtype = own.dtype if own.is_floating_point() else torch.float32
+            return answer.reshape(own.shape).to(own.device, dtype)
+        return answer.item()
+
+    def _handle(self, call: Collective) -> bool:
+        if not call.is_count:
+            return call.num_ranks > 1 and self._on_other(call)
+        tensor = call.tensors[0].detach()
+        site = self._note("sum", tensor)
+        if site in self._totals:
+            answer = self._totals[site] / self._ranks * (call.scale or 1)
+            answer = answer if tensor.is_floating_point() else answer.round()
+            tensor.copy_(answer.reshape(tensor.shape))
+            return True
+        is_statistics = self._ranks > 1 and tensor.numel() > FEW
+        return self._on_other(call) if is_statistics else call.run_alone()
+
+    def _note(self, kind: str, value: Any) -> Site:
+        place = place_of_caller()
+        site = (kind, place, self._calls[kind, place])
+        self._calls[kind, place] += 1
+        self._forward[site] = torch.as_tensor(value).detach().clone()
+        return site
+
+
+def _limited(own: Number, minimum: float) -> Number:
+    if isinstance(own, torch.Tensor):
+        return own.detach().float().clamp(min=minimum)
+    return max(own, minimum)
 
 
 # Criteria by the name of their class: the method whose losses are means over elements of the batch;

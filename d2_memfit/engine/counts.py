@@ -9,12 +9,10 @@ micro-batch gets them as answers.
 """
 
 import logging
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Optional, TypeVar, Union
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -22,24 +20,19 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 
-from ..common.snapshot import Snapshot
+from ..common.snapshot import Snapshot, weights_that_may_change
 from ..errors import ConfigError, OutOfMemoryError
-from ..memory import error_line, is_out_of_memory
 from ..settings import NormalizerOptions
 from . import collectives
-from .collectives import IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
-from .loss_check import LIMIT, LossReport, check_losses, log
-from .retry import Cutter, run_to_count
+from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
+from .loss_check import LIMIT, LossReport, check_losses
+from .retry import Cutter
 from .window import MicroBatch, Window, count_objects, may_have_objects
 
-__all__ = ["Answers", "Counts", "check", "window_count"]
+__all__ = ["Counts", "window_count"]
 
 logger = logging.getLogger(__name__)
 
-Number = TypeVar("Number", float, torch.Tensor)
-
-_FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
-_MOST_CHECKS = 3  # the first one, and for losses that are no longer zero
 _FORWARDS = 6  # from which a formula is taken, with three of the check
 _ZERO = torch.zeros(1, dtype=torch.float64)
 
@@ -72,138 +65,6 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
     return max(sum(comm.all_gather(count)) / comm.get_world_size(), minimum)
 
 
-class Answers:
-    """Notes the counts of forwards, and answers them with those of the window.
-
-    A count without a total is answered with the forward's own, as if all ranks had the same.
-
-    Args:
-        model: the model that runs.
-        is_exact: whether means of Detectron2's heads are counted, too.
-        on_other: handles collectives that are not counts.
-        report: how the losses are weighted.
-        totals: the window's counts, of all ranks.
-        images: images behind ``totals``, and behind those of means.
-        ranks: number of ranks that take part.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        is_exact: bool,
-        on_other: Callable[[Collective], bool],
-        report: LossReport,
-        totals: Optional[Numbers] = None,
-        images: tuple[float, float] = (0.0, 0.0),
-        ranks: int = 1,
-    ) -> None:
-        self.noted: list[dict[Site, Any]] = []  # of each completed forward
-        self._forward: dict[Site, Any] = {}  # of the running one
-        self.nearly: set[str] = set()  # losses of Detectron2's heads that are not counted
-        self.estimates = False  # whether a running mean over windows was asked for
-        self._model, self._is_exact, self._on_other = model, is_exact, on_other
-        self._report, self._totals, self._images = report, totals or {}, images
-        self._ranks = ranks
-        self._calls: Counter[Any] = Counter()
-
-    @contextmanager
-    def around(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
-        """Answer in a micro-batch's forward, or in its backward (``replays``), which may compute
-        parts of the forward again.
-        """
-        self._calls.clear()
-        if not replays:
-            objects = count_objects(micro_batch.data)
-            self._forward = {OBJECTS: objects, IMAGES: micro_batch.num_images}
-        with ExitStack() as stack:
-            stack.enter_context(collectives.answering_counts(self))
-            stack.enter_context(collectives.noticed_collectives(self._handle))
-            stack.enter_context(collectives.cross_entropies_answered())
-            stack.enter_context(collectives.means_answered(self._model, self._is_exact))
-            if self._report.pretends:
-                stack.enter_context(collectives.second_rank_pretended())
-            yield
-        if not replays:
-            self.noted.append(self._forward)
-
-    @property
-    def share(self) -> float:
-        """Images of the running micro-batch over those of the window, for a running mean."""
-        self.estimates = True
-        return self._share(self._images[1])
-
-    def count(self, own: Number, minimum: float) -> Number:
-        """Answer :func:`window_count`: this forward's share of the window's count."""
-        return self._answer("count", own, minimum, self._images[0])
-
-    def factor(self, own: Number, minimum: float) -> Number:
-        """Factor that makes a loss, a mean over ``own`` elements, the window's mean."""
-        return _limited(own, minimum) / self._answer("mean", own, minimum, self._images[1])
-
-    def weighted(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The losses, so that the micro-batch's share of the images is the right weight of each."""
-        share, weights = self._share(self._images[0]), self._report.weights
-        factors = {"sum": 1 / (share * self._ranks)}
-        if OBJECTS in self._totals:  # a batch without any object is divided by 1
-            own, whole = self._forward[OBJECTS], self._totals[OBJECTS].item()
-            factors["objects"] = max(own, 1) / (max(whole, 1) * share)
-        return {k: v * factors[weights[k]] if k in weights else v for k, v in losses.items()}
-
-    def _share(self, images: float) -> float:
-        return self._forward[IMAGES] / images if images else 1.0
-
-    def _answer(self, kind: str, own: Number, minimum: float, images: float) -> Number:
-        site = self._note(kind, own)
-        if site not in self._totals:
-            return _limited(own, minimum)
-        answer = self._totals[site].clamp(min=minimum) * self._share(images)
-        if isinstance(own, torch.Tensor):
-            dtype = own.dtype if own.is_floating_point() else torch.float32
-            return answer.reshape(own.shape).to(own.device, dtype)
-        return answer.item()
-
-    def _handle(self, call: Collective) -> bool:
-        if not call.is_count:
-            return self._on_other(call)
-        tensor = call.tensors[0].detach()
-        site = self._note("sum", tensor)
-        if site in self._totals:
-            answer = self._totals[site] / self._ranks * (call.scale or 1)
-            answer = answer if tensor.is_floating_point() else answer.round()
-            tensor.copy_(answer.reshape(tensor.shape))
-            return True
-        is_statistics = self._ranks > 1 and tensor.numel() > _FEW
-        return self._on_other(call) if is_statistics else call.run_alone()
-
-    def _note(self, kind: str, value: Any) -> Site:
-        place = collectives.place_of_caller()
-        site = (kind, place, self._calls[kind, place])
-        self._calls[kind, place] += 1
-        self._forward[site] = torch.as_tensor(value).detach().clone()
-        return site
-
-
-def _limited(own: Number, minimum: float) -> Number:
-    if isinstance(own, torch.Tensor):
-        return own.detach().float().clamp(min=minimum)
-    return max(own, minimum)
-
-
-def check(
-    model: nn.Module,
-    losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]],
-    images: Sequence[Any],
-    options: Optional[NormalizerOptions] = None,
-    limit: float = LIMIT,
-    most_images: float = math.inf,
-) -> LossReport:
-    """:func:`check_losses` with the counts of these options, in training and for any model."""
-    options = options or NormalizerOptions()
-    answers = partial(Answers, model, options.policy == "exact")
-    patterns = None if options.policy == "off" else options.losses
-    return check_losses(model, losses, answers, patterns, limit, images, most_images)
-
-
 class Counts:
     """Weights the losses of a trainer's windows, by images or by counts.
 
@@ -218,7 +79,6 @@ class Counts:
 
     Attributes:
         report: the result of the check of the losses.
-        is_due: whether the next window is checked; the same on all ranks.
         communicates: the model's first collective that is not a count, as text.
         is_one_piece: whether the window is one micro-batch, which needs counts only if it is cut.
     """
@@ -242,29 +102,19 @@ class Counts:
         self._new_answers = partial(Answers, model, options.policy == "exact")
         patterns = [list(pair) for pair in options.losses]
         self._options = {"policy": options.policy, "losses": patterns}
-        self._checked = partial(check, model, losses, options=options, limit=limit)
+        self._checked = partial(check_losses, model, losses, options=options, limit=limit)
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
-        self.is_due = True
-        self._checks_left = 0 if options.policy == "off" else _MOST_CHECKS
-        self._unseen: list[torch.Tensor] = []  # losses that were not in the check
+        self._is_due = options.policy != "off"  # whether the losses are still to be checked
         self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
         self._history: list[Numbers] = []
 
-    @property
-    def has_new_losses(self) -> bool:
-        """Whether this window has a loss that was not in the check, or was zero there."""
-        return bool(self.report.names) and any(loss.item() for loss in self._unseen)
-
-    @property
-    def may_recover(self) -> bool:
-        """Whether a rank may run a forward again after an out-of-memory error."""
-        return self._recovers and not self.communicates
-
-    def prepare(self, window: Window, forward: Callable[..., Any]) -> None:
+    def prepare(self, window: Window, run_forwards: Callable[[], None]) -> None:
         """Find the counts of a window, before its first forward. All ranks call it.
 
+        A window that was one piece, and is cut after an error, is prepared again.
+
         Args:
-            forward: the trainer's forward of a micro-batch.
+            run_forwards: runs the trainer's forwards of all micro-batches, and no backward.
 
         Raises:
             ConfigError: on every rank, if the model cannot be trained with these options.
@@ -276,19 +126,19 @@ class Counts:
         if self._ranks > 1:
             self._answers = self._new_answers(on_other, LossReport(), ranks=self._ranks)
         self.is_one_piece = False
-        is_due = self._checks_left > 0 and self.is_due
-        if not (is_due or self.report.is_answered or self.communicates):
+        if not (self._is_due or self.report.is_answered or self.communicates):
             return
         window.load_all()
-        may_have = is_due and may_have_objects(window.images_waiting)
+        may_have = may_have_objects(window.images_waiting)
         while self._cutter.take(window) is not None:
             pass
         sizes = [m.num_images for m in window.micro_batches]
         objects = sum(count_objects(m.data) for m in window.micro_batches)
         window.put_all_back()
         of_ranks, numbers, may = zip(*comm.all_gather((objects, len(sizes), may_have)))
-        if is_due and (max(numbers) > 1 or (self._recovers and self._ranks > 1)):
-            self._check(window, of_ranks, any(may), max(sizes, default=0), max(numbers))
+        is_needed = max(numbers) > 1 or (self._recovers and self._ranks > 1)
+        if self._is_due and is_needed and (any(of_ranks) or not any(may)):
+            self._check(window.images_waiting, of_ranks)
         self.is_one_piece = self._ranks == 1 and len(sizes) == 1
         if self.communicates and len(set(numbers)) > 1:
             raise ConfigError(
@@ -298,13 +148,8 @@ class Counts:
             )
         if self.report.is_answered and not self.is_one_piece:  # one forward's are the window's
             own = added([{IMAGES: sum(sizes), OBJECTS: objects}])
-            totals = self._totals(window, forward, own)
+            totals = self._totals(window, run_forwards, own)
             self._answers = self._new_answers(on_other, self.report, *totals, self._ranks)
-
-    def prepare_again(self, window: Window, forward: Callable[..., Any]) -> None:
-        """:meth:`prepare` a window that was one piece, and is cut now."""
-        if self.is_one_piece:
-            self.prepare(window, forward)
 
     def around(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[Any]:
         """Count during a micro-batch's forward, and again (``replays``) during its backward."""
@@ -312,8 +157,6 @@ class Counts:
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The losses, so that the micro-batch's share of the images is the right weight of each."""
-        if self._checks_left:
-            self._unseen += [v.detach() for k, v in losses.items() if k not in self.report.names]
         return self._answers.weighted(losses) if self._answers else losses
 
     def state_dict(self) -> dict[str, Any]:
@@ -322,65 +165,48 @@ class Counts:
             return {}
         report = {k: v for k, v in vars(self.report).items() if k != "seen"}
         found = {"report": report, "formulas": list(self._formulas.items())}
-        return {**found, "options": self._options, "left": (self.is_due, self._checks_left)}
+        return {**found, "options": self._options}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what a checkpoint has, if it belongs to the same options."""
         if state.get("options") == self._options:
             self.report = LossReport(**state["report"])
             self._formulas = dict(state["formulas"])
-            self.is_due, self._checks_left = state["left"]
+            self._is_due = False
 
-    def _check(
-        self,
-        window: Window,
-        objects: Sequence[int],
-        may_have_objects: bool,
-        largest: int,
-        forwards: int,
-    ) -> None:
+    def _check(self, images: Sequence[Any], objects: Sequence[int]) -> None:
         """Check the losses with the images of the rank with the most objects, for all ranks."""
-        self.is_due = may_have_objects and not any(objects)  # such images tell little
-        if self.is_due and self.report.names:
-            return
-        self._checks_left -= not self.is_due
-        found: Union[LossReport, str, None] = None
-        tester = objects.index(max(objects))
+        self._is_due = False
+        tester, error = objects.index(max(objects)), ""
         if comm.get_rank() == tester:
             try:
-                found = self._checked(window.images_waiting, most_images=largest)
+                self.report = self._checked(images)
             except ConfigError as e:
-                found = str(e)
-            except Exception as e:  # there was no memory to begin; the other ranks wait
-                found = LossReport(unchecked={"losses": error_line(e)})
-        report = comm.all_gather(found)[tester]
-        if isinstance(report, str):
-            raise ConfigError(report)
-        if report.collective and self._ranks > 1:
-            self._allow(report.collective)
-        log(report, self.report, forwards)
-        self.report, self._history = report.after(self.report), report.seen
+                error = str(e)
+        error, self.report = comm.all_gather((error, self.report))[tester]
+        if error:
+            raise ConfigError(error)
+        if self.report.collective and self._ranks > 1:
+            self._communicate(self.report.collective)
+        logger.info("Losses of micro-batches, checked %s", self.report)
+        for line in self.report.complaints():
+            logger.warning("%s", line)
+        self._history = self.report.seen
 
     def _totals(
-        self, window: Window, forward: Callable[..., Any], own: Numbers
+        self, window: Window, run_forwards: Callable[[], None], own: Numbers
     ) -> tuple[Numbers, tuple[float, float]]:
         """The window's counts, and the images behind them and behind those of means."""
-        error, may_recover = "", self.may_recover
+        error = ""
         mine = {**self._by_formula(own), **own}
         if any(site not in mine for site in self.report.counts):
             try:
-                mine.update(self._counted(window, forward))
-            except Exception as e:
-                if not (may_recover and is_out_of_memory(e)):
-                    raise
-                error = error_line(e)
+                mine.update(self._counted(window, run_forwards))
+            except OutOfMemoryError as e:  # for good
+                error = str(e)
         errors, of_ranks = zip(*comm.all_gather((error, mine)))
         if any(errors):
-            raise OutOfMemoryError(
-                "there was no memory to count what losses are divided by "
-                f"({next(filter(None, errors))}). Lower MEMFIT.MICRO_BATCH, or set "
-                "MEMFIT.NORMALIZERS.POLICY off"
-            )
+            raise OutOfMemoryError(next(filter(None, errors)))
         everywhere = added(of_ranks)
         # If no batches are accumulated, each rank has its own mean, as in Detectron2.
         means = mine if self._is_whole else everywhere
@@ -388,17 +214,18 @@ class Counts:
         totals = {s: (means if s[0] == "mean" else everywhere).get(s, _ZERO) for s in sites}
         return totals, (everywhere[IMAGES].item(), means[IMAGES].item())
 
-    def _counted(self, window: Window, forward: Callable[..., Any]) -> Numbers:
+    def _counted(self, window: Window, run_forwards: Callable[[], None]) -> Numbers:
         """This rank's counts, by a forward of all images without gradients."""
         self._answers = self._new_answers(
             Collective.run_alone, LossReport(pretends=self.report.pretends)
         )
-        before = Snapshot(self._model, self.report.changed_weights(self._model))
+        before = Snapshot(self._model, weights_that_may_change(self._model))
         try:
             with torch.no_grad(), EventStorage(get_event_storage().iter):
-                run_to_count(self._model, window, self._cutter, forward, self.may_recover)
+                run_forwards()
         finally:
             before.restore()
+            window.put_all_back()
         each = [added([noted]) for noted in self._answers.noted]
         self._history = [*self._history, *each][-16 * _FORWARDS :]
         for site in set(self.report.counts) - self._formulas.keys():
@@ -413,38 +240,31 @@ class Counts:
                 if not is_same(told, counts.get(site, _ZERO)):
                     self._formulas[site] = ()
                     logger.warning(
-                        "The count in %s:%d no longer follows from the annotations, so the losses "
-                        "of the last iteration were divided by another one. From now on it is "
-                        "counted by a forward of the whole window",
+                        "The count in %s:%d no longer follows from the annotations: the losses of "
+                        "the last iteration were divided by another one. Now forwards count it",
                         *site[1][0],
                     )
-        self._unseen = []
 
     def _by_formula(self, counts: Numbers) -> Numbers:
         of_sites = [(s, f) for s, f in self._formulas.items() if f]
         return {s: f[0] * counts[OBJECTS] + f[1] * counts[IMAGES] for s, f in of_sites}
 
-    def _communicate(self, call: Collective) -> bool:
+    def _communicate(self, call: Any) -> bool:
         """Let a collective that is not a count run: the other ranks make the same call."""
-        if call.num_ranks > 1 and not self.communicates:
-            self._allow(str(call))
-        return False
-
-    def _allow(self, call: str) -> None:
-        if self._recovers and not self._cutter.is_configured:
+        if self._recovers:
             raise ConfigError(
                 f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {call} "
                 "communicates with other ranks in each forward. Train without it, such as with "
                 "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
             )
-        logger.warning(
-            "The model communicates in its forward, %s. Each micro-batch communicates with one "
-            "micro-batch of every other rank. If losses are divided by the result, use "
-            "d2_memfit.window_count",
-            call,
-        )
-        self.communicates = call
-        self._cutter.forget()
+        if not self.communicates:
+            self.communicates = str(call)
+            text = (
+                "The model communicates in its forward, %s. Each micro-batch communicates with one "
+                "of every other rank. For a count that losses are divided by, use window_count"
+            )
+            logger.warning(text, call)
+        return False
 
 
 def _formula_of(site: Site, each: Sequence[Numbers]) -> dict[Site, Sequence[float]]:

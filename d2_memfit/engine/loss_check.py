@@ -14,33 +14,31 @@ import math
 import random
 import re
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from ..common.random_state import RandomState
-from ..common.snapshot import Snapshot, plain_attributes
-from ..compat.pytorch import BatchNorm, compiled_frames, forget_compiled
+from ..common.snapshot import Snapshot, changed_by_forward, state_of, weights_that_may_change
+from ..compat.pytorch import compiled_frames, forget_compiled
 from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
-from .collectives import IMAGES, OBJECTS, Collective, Numbers, Site, added, is_same
+from ..settings import NormalizerOptions
+from .collectives import FEW, IMAGES, OBJECTS, Answers, Collective, Numbers, Site, added, is_same
 from .window import MicroBatch, count_objects
 
-__all__ = ["LIMIT", "LossReport", "check_losses", "log"]
+__all__ = ["LIMIT", "LossReport", "check_losses"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,24 +46,14 @@ HELP = "docs/ACCUMULATION.md#a-loss-that-is-off"
 LIMIT = 1e-3  # relative distance of a gradient that is right
 LIMIT_OF_16_BITS = 0.05  # the same under autocast
 _SMALL = 1e-5  # of the gradient of all losses; smaller gradients are compared with this
-_ROUNDING = 2e-5  # distance of all losses together for which each is right
-_DIVIDED = 0.75  # a loss that is divided by a count is about halved if the count is doubled
+_ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
 _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
-_ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
+_MOST_ALONE = 8  # losses whose gradients are compared one by one
 _ELEMENTS = 2**20
-_MOST_TEXT = 1000  # of an object of the project's own
-_MOST_SITES = 3  # that are tried one by one
-_LEAVE = "Return the losses, and leave backward and step to the trainer"
-_FEW = 16  # numbers in a sum over ranks that are counts in any case; more may be statistics
-# The functions at import: other contexts may replace them later.
-_RANDPERM = torch.randperm
-_DRAWS = (
-    *(_RANDPERM, torch.bernoulli, torch.rand, torch.rand_like, torch.randint, torch.randint_like),
-    *(torch.randn, torch.randn_like, torch.Tensor.bernoulli_, torch.Tensor.normal_),
-    *(torch.Tensor.uniform_, torch.Tensor.exponential_),
-)
-_DROPOUT = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout)
+_DRAWS = re.compile(r"rand|bernoulli|(normal|uniform|exponential)_$")
+
+Losses = Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
 
 
 @dataclass
@@ -77,7 +65,7 @@ class LossReport:
         weights: "sum" or "objects" for losses that are not weighted by images.
         estimates: whether a loss is divided by a running mean, estimated within a window.
         pretends: whether one rank is told of a second one, so that it adds up its counts.
-        names: of the losses that the check has seen and that were not zero.
+        names: of the losses that were not zero.
         off: the relative distance of the gradient of each loss that is off.
         unchecked: why a loss, or all ("losses"), could not be checked.
         changed: names of what a forward changes in the model.
@@ -106,366 +94,248 @@ class LossReport:
         """Whether losses are weighted by more than images."""
         return bool(self.counts or self.weights or self.estimates)
 
-    def changed_weights(self, model: nn.Module) -> list[nn.Parameter]:
-        """Parameters that a forward changes, such as a teacher's."""
-        root = type(model).__name__
-        named = model.named_parameters()
-        return [p for n, p in named if {n, f"{root}.{n}"} & {*self.changed}]
-
     def __str__(self) -> str:
         exact = [k for k in self.names if k not in self.off and k not in self.unchecked]
         lines = [f"like one forward over all images: {', '.join(exact)}"] if exact else []
-        for why in dict.fromkeys(self.unchecked.values()):
-            names = [k for k, w in self.unchecked.items() if w == why]
-            lines.append(f"not checked: {', '.join(names)} ({why})")
+        lines += [f"not checked: {name} ({why})" for name, why in self.unchecked.items()]
         if self.changed:
             lines.append(f"each forward changes {', '.join(self.changed)}")
         return f"in {self.forwards} forwards, {self.seconds:.2g} s: {'; '.join(lines)}"
 
     def complaints(self) -> list[str]:
-        """A line for each criterion that is off, or for a check that failed."""
+        """A line for each loss that is off, for each counter, or for a check that failed."""
         why = self.unchecked.get("losses")
         lines = [f"the losses of micro-batches are not checked: {why}. See {HELP}"] if why else []
-        for distance in dict.fromkeys(self.off.values()):
-            names = ", ".join(k for k, d in self.off.items() if d == distance)
-            by = f"{distance:.2g} of the gradient" if math.isfinite(distance) else "not finite"
-            lines.append(f"{names}: {by} off in micro-batches. See {HELP}")
-        return lines
-
-    def after(self, earlier: "LossReport") -> "LossReport":
-        """This report, with an earlier one's for losses that are zero in this one."""
-        weights = {k: w for k, w in earlier.weights.items() if k not in self.names}
-        names = [*dict.fromkeys([*earlier.names, *self.names])]
-        counts = [*dict.fromkeys([*earlier.counts, *self.counts])]
-        return replace(self, counts=counts, names=names, weights={**weights, **self.weights})
+        off = "{}: {:.2g} of the gradient off in micro-batches. See {}"
+        lines += [off.format(name, distance, HELP) for name, distance in self.off.items()]
+        early = "{} counts forwards, not iterations: a warm-up that depends on it ends too early"
+        return lines + [early.format(name) for name in self.counters]
 
 
 def check_losses(
     model: nn.Module,
-    losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]],
-    answers: Callable[..., Any],
-    patterns: Optional[Sequence[Sequence[str]]],
-    limit: float,
+    losses: Losses,
     images: Sequence[Any],
-    most_images: float = math.inf,
+    options: Optional[NormalizerOptions] = None,
+    limit: float = LIMIT,
 ) -> LossReport:
     """Check the losses of a job with three of its images. The model is then as before.
 
     Args:
         losses: called as ``losses(model, batch)``.
-        answers: makes the ``Answers`` that stand around a forward.
-        patterns: of MEMFIT.NORMALIZERS.LOSSES; None: no counts are answered.
-        limit: relative distance of a gradient that is right.
         images: the images of a window.
-        most_images: images of a micro-batch. Those of the check have at most as many pixels.
+        options: which counts are answered.
+        limit: relative distance of a gradient that is right.
 
     Raises:
-        ConfigError: the losses cannot be trained on, or a pattern matches none.
+        ConfigError: the losses cannot be trained on, or a pattern of the options matches none.
     """
     found = LossReport(unchecked={"losses": "batches cannot be cut into images"})
-    height, width = size_of(list(images))
-    settings = losses, answers, patterns, limit
-    pixels = min(max(height * width, 1) * most_images, _MOST_PIXELS) / 3
-    for with_empty, share in ((True, 1), (False, 1), (False, 4)) if images else ():
+    for with_empty, pixels in ((True, _MOST_PIXELS), (False, _MOST_PIXELS / 4)) if images else ():
         release_memory(next(model.parameters()).device)
-        start, check = Snapshot(model, model.parameters()), _Check(model, *settings)
-        no_step = register_optimizer_step_pre_hook(_refuse_step)
+        start = Snapshot(model, model.parameters())
+        check = _Check(model, losses, options or NormalizerOptions(), limit)
         try:
-            return check.report(_chosen(images, with_empty, pixels / share))
+            return check.report(_chosen(images, with_empty, pixels / 3))
         except ConfigError:
             raise
         except Exception as e:  # of the model's code. Its traceback would keep its tensors
             why = "memory ran out" if is_out_of_memory(e) else f"{type(e).__name__}: {one_line(e)}"
         finally:
-            no_step.remove()
             start.restore()
             model.zero_grad(set_to_none=True)
-        found.changed, found.counters = check.found.changed, check.found.counters
+        found = check.found
         found.unchecked["losses"] = why
     return found
 
 
+@dataclass
 class _Run:
-    """Forwards of one run, weighted by their images.
+    """What forwards left, weighted by their images: values of losses, gradients of groups."""
 
-    Attributes:
-        values: of the losses.
-        gradients: the gradient of each group of losses.
-        counts: of each forward.
-        has_drawn: whether random numbers were drawn.
-        estimates: whether a running mean of windows was asked for.
-        nearly: losses of Detectron2's heads, for which images are nearly the right weights.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self.gradients: list[Any] = []
-        self.counts: list[Numbers] = []
-        self.nearly: set[str] = set()
-        self.has_drawn = self.estimates = False
+    answers: Answers
+    gradients: list[Any]
+    values: dict[str, float] = field(default_factory=dict)
+    has_drawn: bool = False  # random numbers
 
     def off(self, whole: "_Run") -> list[str]:
         """Losses whose value differs from that of the images together."""
         pairs = [(k, v, self.values.get(k, 0.0)) for k, v in whole.values.items()]
         return [k for k, v, own in pairs if not abs(own - v) <= LIMIT * abs(v)]
 
-    def distance(self, whole: "_Run", i: int = 0, least: float = 0.0) -> float:
+    def distance(self, whole: "_Run", i: int) -> float:
         """Relative distance of the gradient of a group from that of the images together."""
         off = float((self.gradients[i] - whole.gradients[i]).norm())
-        scale = max(float(whole.gradients[i].norm()), least)
-        return off / (scale or 1e-30) if math.isfinite(off + scale) else math.inf
+        least = _SMALL * float(sum(whole.gradients).norm())
+        scale = max(float(whole.gradients[i].norm()), least, 1e-30)
+        return off / scale if math.isfinite(off + scale) else math.inf
 
 
 class _Check:
-    def __init__(self, model: nn.Module, *settings: Any) -> None:
-        self._model = model
-        self._losses, self._answers, self._patterns, self._limit = settings
-        self._may_pretend = comm.get_world_size() == 1 and self._patterns is not None
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._state: Optional[Snapshot] = None
+    def __init__(
+        self, model: nn.Module, losses: Losses, options: NormalizerOptions, limit: float
+    ) -> None:
         self.found = LossReport()
+        self._model, self._losses, self._options, self._limit = model, losses, options, limit
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._state = Snapshot(model, weights_that_may_change(model))
         self._totals: Numbers = {}  # the counts of the images together
-        self._names: list[str] = []
-        self._forwards = 0
+        self._groups: list[list[str]] = []  # of losses whose gradients are compared together
         self._progress = tqdm(total=_MOST_FORWARDS, disable=None, leave=False)
 
     def report(self, images: Sequence[Any]) -> LossReport:
         """Run the check."""
-        self._together, self._apart = [images], [[image] for image in images]
+        found, self._together, self._apart = self.found, [images], [[image] for image in images]
         forget_compiled()
         began, compiled = time.perf_counter(), compiled_frames()
-        generator = torch.Generator().manual_seed(0)
-        for p in self._trained:
-            noise = torch.randn(p.shape, generator=generator).to(p)
-            p.data.add_(noise * (0.01 * p.data.square().mean().sqrt() + 1e-4))
+        self._prepare()
         before = state_of(self._model)
-        found = self._first_forward()
+        first = told = self._run(self._together)
         found.changed, found.counters = changed_by_forward(before, state_of(self._model))
-        seconds = 8 * (time.perf_counter() - began)
+        found.estimates = first.answers.estimates
+        layers = r"\d+" if len(first.values) > _MOST_ALONE else "$"  # of a criterion are a group
+        kinds = {k: re.sub(layers, "", k) for k in first.values}
+        self._groups = [[k for k in kinds if kinds[k] == g] for g in dict.fromkeys(kinds.values())]
+        seconds = (5 + 4 * len(self._groups)) * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
-        if set(found.changed) - {*found.counters}:  # a queue fills
-            self._run([*self._apart, *self._apart[:1]], found, backward=False)
-        self._state = Snapshot(self._model, found.changed_weights(self._model))
-        whole = self._run(self._together)
-        if self._patterns is not None:
-            self._find_counts()
-        parts = self._run(self._apart, found)
-        # The truth may be nearer.
-        if found.pretends and self._has_left(3) and self._is_wrong(parts, whole):
-            told = {k: w for k, w in found.weights.items() if w == "objects"}
-            counts = [site for site in found.counts if site[0] != "sum"]
-            truth = replace(found, pretends=False, counts=counts, weights=told)
-            others = self._run(self._apart, truth)
-            if _badness(others, whole) < _badness(parts, whole):
-                self.found, parts = truth, others
-        self._judge(whole, parts)
-        found = self.found
+        if self._options.policy != "off" and comm.get_world_size() == 1:
+            told = self._with_second_rank(first)
+        alone = self._run([*self._apart, *self._apart[:1]], found)  # a queue fills
+        self._state = Snapshot(self._model, weights_that_may_change(self._model))
+        whole = self._run(self._together, backward=True)
+        if self._options.policy != "off":
+            self._find_counts(told, alone, whole)
+        self._judge(whole, self._run(self._apart, found, backward=True))
         if compiled_frames() != compiled:
             why = "compiled code ran, whose counts are not seen"
             found.unchecked.update({k: why for k in found.names if k not in found.off})
         self._progress.close()
-        return replace(found, forwards=self._forwards, seconds=time.perf_counter() - began)
+        found.seconds = time.perf_counter() - began
+        return found
 
-    def _first_forward(self) -> LossReport:
-        """Note the counts of the images together; on one rank, as if there was a second one."""
-        for pretends in (True, False) if self._may_pretend else (False,):
-            self.found.pretends = pretends
-            start = Snapshot(self._model)
-            try:
-                run = self._run(self._together, self.found, backward=False)
-                self._totals, self.found.estimates = run.counts[0], run.estimates
-                break
-            except Exception as e:  # code without a second rank may raise anything
-                if isinstance(e, ConfigError) or is_out_of_memory(e) or not pretends:
-                    raise
-            start.restore()
-        return self.found
+    def _prepare(self) -> None:
+        """Move the weights a little, and leave out dropout that :class:`_SameDraws` cannot see."""
+        generator = torch.Generator().manual_seed(0)
+        for p in self._trained:
+            noise = torch.randn(p.shape, generator=generator).to(p)
+            p.data.add_(noise * (0.1 * p.data.square().mean().sqrt() + 1e-4))
+        for module in self._model.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
 
-    def _find_counts(self) -> None:
-        """Find the counts that add up and change a loss, and the weights of losses."""
-        found, totals = self.found, self._totals
-        found.weights = {}
-        sites = [s for s in totals if s not in (OBJECTS, IMAGES)]
-        apart = self._run(self._apart, found, backward=False) if sites else _Run()
-        found.seen, sums = apart.counts, added(apart.counts)
-        # If images together have more counts than a single one, the model counts each image.
-        for_itself = {site[:2] for site in sites if site not in sums}
-        for site in sites:
-            if site[:2] not in for_itself and is_same(totals[site], sums[site]):
+    def _with_second_rank(self, first: _Run) -> _Run:
+        """The images together as if there was a second rank, if that changes no loss."""
+        told, self.found.pretends = first, True
+        with suppress(Exception):  # code without a second rank may raise anything
+            told = self._run(self._together, self.found)
+        self.found.pretends = told is not first and not told.off(first)
+        return told if self.found.pretends else first
+
+    def _find_counts(self, told: _Run, alone: _Run, whole: _Run) -> None:
+        """Find the counts that add up, and the losses that are sums over objects."""
+        found, number, self._totals = self.found, len(self._apart), added(told.answers.noted)
+        found.seen = [added([noted]) for noted in alone.answers.noted[:number]]
+        own = added(found.seen)
+        for site in self._totals.keys() & own.keys() - {OBJECTS, IMAGES}:
+            if is_same(self._totals[site], own[site]):
                 found.counts.append(site)
-            elif site[0] == "sum" and len(totals[site]) > _FEW:
-                found.collective = found.collective or "all_reduce in {}:{}".format(*site[1][0])
-
-        def losses_with(changed: Numbers) -> dict[str, float]:
-            self._totals = {**totals, **changed}
-            run = self._run(self._apart[:1], found, backward=False)
-            self._totals = totals
-            return run.values
-
-        asked = [site for site in found.counts if site[0] != "mean"]
-        given = losses_with({}) if asked else {}
-        for site in asked[:_MOST_SITES]:  # another value, in another ratio
-            n = totals[site]
-            has_any = apart.counts[0].get(site, n).any()
-            if has_any and losses_with({site: n * torch.linspace(2, 3, len(n)) + 2}) == given:
-                found.counts.remove(site)  # no loss depends on it
-        of_ranks = [site for site in found.counts if site[0] == "sum"]
-        halved = losses_with({s: 2 * totals[s] for s in of_ranks}) if of_ranks else given
-        found.weights = {k: "sum" for k, v in given.items() if v and halved[k] / v < _DIVIDED}
-        found.pretends &= bool(of_ranks)
-        for pattern, kind in self._patterns:
-            names = [name for name in self._names if fnmatchcase(name, pattern)]
+            elif site[0] == "sum" and len(own[site]) > FEW:
+                found.collective = "all_reduce in {}:{}".format(*site[1][0])
+        found.pretends &= any(site[0] == "sum" for site in found.counts)
+        if any(site[0] == "sum" for site in found.counts):
+            for name, mean in self._run(self._apart, found).values.items():
+                of_all = whole.values.get(name, mean)
+                if abs(number * mean - of_all) < abs(mean - of_all):
+                    found.weights[name] = "sum"
+        for pattern, kind in self._options.losses:
+            names = [name for name in whole.values if fnmatchcase(name, pattern)]
             found.weights.update(dict.fromkeys(names, kind))
             if not names:
                 raise ConfigError(
                     f"MEMFIT.NORMALIZERS.LOSSES: no loss matches {pattern!r}. The model's losses "
-                    f"are {', '.join(self._names)}"
+                    f"are {', '.join(whole.values)}"
                 )
 
-    def _has_left(self, forwards: int) -> bool:
-        return self._forwards + forwards <= _MOST_FORWARDS
-
-    def _is_wrong(self, parts: _Run, whole: _Run) -> bool:
-        return parts.distance(whole) > _ROUNDING or bool(parts.off(whole))
-
     def _judge(self, whole: _Run, parts: _Run) -> None:
-        """Find the losses that are off: layers of one criterion together, right and wrong apart."""
-        found, values, off = self.found, whole.values, parts.off(whole)
-        found.names = [k for k, v in values.items() if v != 0 or k in off]
-        zero = "it is zero for these images"
-        found.unchecked = {k: zero for k in values if k not in found.names}
-        if not self._is_wrong(parts, whole):
-            return
-        groups: dict[Any, list[str]] = {}
-        for name in found.names:
-            groups.setdefault((re.sub(r"\d+", "", name), name in off), []).append(name)
-        least, names = _SMALL * float(whole.gradients[0].norm()), list(groups.values())
-        has_drawn = whole.has_drawn or parts.has_drawn
-        if self._has_left(9 if has_drawn else 6):
-            whole = self._run(self._together, names=names)
-            parts = self._run(self._apart, found, names)
-        else:
-            names = [off or found.names]
-        other = None
-        for i, of_group in enumerate(names):
-            distance = parts.distance(whole, i, 0.0 if of_group[0] in off else least)
-            noise, why = _ESTIMATED if found.estimates else 0.0, "the running mean of windows"
-            if distance > self._limit and has_drawn and (other or self._has_left(3)):
-                other = other or self._run(self._together, names=names, seed=1)
-                noise, why = other.distance(whole, i, least), "random numbers"
-            if distance > noise and set(of_group) <= parts.nearly:
-                noise, why = math.inf, "the number of proposals or pixels"
-            if self._limit < distance <= noise:
-                why = f"{distance:.1g} off, as {why} may make it"
-                found.unchecked.update(dict.fromkeys(of_group, why))
-            elif distance > self._limit:
-                found.off.update(dict.fromkeys(of_group, distance))
+        """Find the losses that are off."""
+        found, off, other = self.found, parts.off(whole), whole
+        found.names = [k for k, v in whole.values.items() if v != 0 or k in off]
+        zero = [k for k in whole.values if k not in found.names]
+        found.unchecked = dict.fromkeys(zero, "it is zero for these images")
+        for i, group in enumerate(self._groups):
+            distance = parts.distance(whole, i)
+            if distance <= self._limit:
+                continue
+            if other is whole and (whole.has_drawn or parts.has_drawn):
+                other = self._run(self._together, backward=True, seed=1)
+            names = [k for k in group if k in off] or [k for k in group if k in found.names]
+            if (
+                parts.answers.nearly.issuperset(names)
+                or (found.estimates and distance <= _ESTIMATED)
+                or distance <= other.distance(whole, i)
+            ):
+                why = f"{distance:.1g} off, as its sampling or its running mean may make it"
+                found.unchecked.update(dict.fromkeys(names, why))
+            else:
+                found.off.update(dict.fromkeys(names, distance))
 
     def _run(
-        self,
-        groups: Sequence[Sequence[Any]],
-        report: Optional[LossReport] = None,
-        names: Sequence[Sequence[str]] = (),
-        seed: int = 0,
-        backward: bool = True,
+        self, groups: Sequence[Any], report: Any = None, backward: bool = False, seed: int = 0
     ) -> _Run:
-        """Run groups of images, one forward and backward each.
+        """Run groups of images, one forward each.
 
         Args:
             report: how the losses are weighted; None: by images, and nothing is answered.
-            names: groups of losses, whose gradients are computed one by one.
+            backward: whether to compute the gradients of the losses.
         """
-        if self._state is not None:
-            self._state.restore()
-        number = sum(map(len, self._apart))
+        self._state.restore()
+        number, device = len(self._apart), self._trained[0].device
         known = {*report.counts, OBJECTS} if report else ()
         totals = {s: n for s, n in self._totals.items() if s in known}
-        report, images = report or LossReport(), (number, number) if totals else (0, 0)
-        scale = 1 if self._limit == LIMIT else 1024  # gradients of 16 bits may be too small
-        answers, run = self._answers(self._answer, report, totals, images), _Run()
-        for module in self._model.modules():
-            if isinstance(module, nn.MultiheadAttention):
-                module.dropout = 0.0
+        behind = (number, number) if totals else (0, 0)
+        is_exact, scale = self._options.policy == "exact", 1 if self._limit == LIMIT else 1024
+        report = report or LossReport()
+        answers = Answers(self._model, is_exact, self._answer, report, totals, behind)
+        run = _Run(answers, [0.0] * len(self._groups))
         # On the CPU, oneDNN would keep 30 MB of code for each new size of images.
         flags = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
-        with (
-            EventStorage(get_event_storage().iter),
-            flags,
-            torch.enable_grad(),
-        ):
-            for group in groups:
-                micro_batch = MicroBatch(copy.deepcopy(group))  # models may change images
-                with _SameDraws(seed) as draws, answers.around(micro_batch):
-                    before = RandomState(self._trained[0].device)
+        with EventStorage(get_event_storage().iter), flags, torch.enable_grad():
+            for images in groups:
+                micro_batch = MicroBatch(copy.deepcopy(images))  # models may change images
+                random.seed(seed)
+                np.random.seed(seed)
+                torch.manual_seed(seed)
+                with _SameDraws(), answers.around(micro_batch):
+                    before = RandomState(device)
                     losses = answers.weighted(self._checked(micro_batch.batch))
-                    is_same = before.draws_the_same(RandomState(self._trained[0].device))
-                run.has_drawn |= draws.has_drawn or not is_same
-                share, self._names = len(group) / number, list(losses)
+                    run.has_drawn |= not before.draws_the_same(RandomState(device))
+                share = len(images) / number
                 for name, loss in losses.items():
                     run.values[name] = run.values.get(name, 0.0) + share * float(loss.detach())
-                for i, of_group in enumerate((names or [self._names]) if backward else ()):
-                    total: Any = sum(losses[k] for k in of_group if k in losses) * share * scale
+                for i, names in enumerate(self._groups if backward else ()):
+                    total: Any = sum(losses[k] for k in names if k in losses) * share * scale
                     if isinstance(total, torch.Tensor) and total.requires_grad:
-                        with _SameDraws(seed), answers.around(micro_batch, replays=True):
-                            total.backward(retain_graph=i + 1 < len(names))
-                    run.gradients += [0.0] * (i + 1 - len(run.gradients))
+                        with _SameDraws(), answers.around(micro_batch, replays=True):
+                            total.backward(retain_graph=i + 1 < len(self._groups))
                     run.gradients[i] += gradient_of(self._trained)
                     self._model.zero_grad(set_to_none=True)
-                self._progress.update(len(group))
-                self._forwards += len(group)
-        run.counts = [added([noted]) for noted in answers.noted]
-        run.estimates, run.nearly = answers.estimates, answers.nearly
+                self._progress.update(len(images))
+                self.found.forwards += len(images)
         return run
 
     def _answer(self, call: Collective) -> bool:
-        if call.num_ranks > 1:
-            self.found.collective = self.found.collective or str(call)
-            if not call.run_alone():
-                raise NotImplementedError(f"it communicates, {call}")
-        return call.num_ranks > 1
+        self.found.collective = self.found.collective or str(call)
+        if not call.run_alone():
+            raise NotImplementedError(f"it communicates, {call}")
+        return True
 
     def _checked(self, batch: Any) -> Mapping[str, torch.Tensor]:
         losses = self._losses(self._model, batch)
-        if not isinstance(losses, Mapping):
-            name = type(losses).__name__
-            raise ConfigError(f"the model must return a loss or a dict of losses, got a {name}")
-        for name, loss in losses.items():
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                got = list(getattr(loss, "shape", [type(loss).__name__]))
-                raise ConfigError(f"{name} must be a tensor with one number, got {got}")
+        if not isinstance(losses, Mapping) or any(v.numel() != 1 for v in losses.values()):
+            raise ConfigError("the model must return a loss or a dict of losses of one number")
         if any(p.grad is not None for p in self._trained):
-            raise ConfigError(
-                f"the model's forward or loss_fn calls backward() by itself. {_LEAVE}"
-            )
+            raise ConfigError("the forward calls backward() by itself: leave it to the trainer")
         return losses
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    step = f"{type(optimizer).__name__}.step"
-    raise ConfigError(f"the model's forward or loss_fn steps by itself ({step}). {_LEAVE}")
-
-
-def _badness(parts: _Run, whole: _Run) -> tuple[int, float]:
-    # In the gradient of all losses, one loss may hide others. So losses are counted first.
-    return len(parts.off(whole)), parts.distance(whole)
-
-
-def log(report: LossReport, earlier: LossReport, forwards: int) -> None:
-    """Log the result. Warnings of an earlier report do not come again.
-
-    Args:
-        forwards: micro-batches of an iteration.
-    """
-    logger.info("Losses of micro-batches, checked %s", report)
-    new = {k: d for k, d in report.off.items() if k not in earlier.off}
-    for line in replace(report, off=new).complaints():
-        logger.warning("%s", line)
-    for name in [k for k in report.counters if k not in earlier.counters]:
-        logger.warning(
-            "%s counts forwards, %d times per iteration with accumulation. What depends on it, "
-            "such as a warm-up, comes earlier by that factor: lengthen it",
-            *(name, forwards),
-        )
 
 
 def gradient_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -475,59 +345,23 @@ def gradient_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     return torch.cat([gradient.flatten()[::step] for gradient in gradients])
 
 
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """Everything in the model that may change, by name: a number, or one that differs after a
-    change.
-    """
-    state: dict[str, Any] = {}
-    for path, part in model.named_modules():
-        if not isinstance(part, BatchNorm):  # its statistics are not read in training
-            tensors = [*part.named_buffers(recurse=False), *part.named_parameters(recurse=False)]
-            for name, value in [*plain_attributes(part), *tensors]:
-                state[f"{path or type(model).__name__}.{name}"] = _print_of(value)
-    return state
-
-
-def _print_of(value: Any, depth: int = 3) -> Any:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        tensor = torch.as_tensor(value).detach().to_dense()
-        if tensor.numel() == 1:
-            return tensor.item()
-        return zlib.crc32(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    value = list(value.items()) if isinstance(value, Mapping) else value
-    if depth and isinstance(value, (list, tuple, deque)):
-        return [_print_of(v, depth - 1) for v in value]
-    is_plain = isinstance(value, (bool, int, float, str, type(None)))
-    return value if is_plain else re.sub(r" at 0x[0-9a-f]+", "", repr(value)[:_MOST_TEXT])
-
-
-def changed_by_forward(
-    before: Mapping[str, Any], after: Mapping[str, Any]
-) -> tuple[list[str], list[str]]:
-    """Names of what has changed, and of the numbers that have grown by one."""
-    changed = [name for name, value in after.items() if before.get(name, value) != value]
-    pairs = [(name, before[name], after[name]) for name in changed]
-    return changed, [k for k, old, new in pairs if type(old) in (int, float) and new == old + 1]
-
-
 def _chosen(images: Sequence[Any], with_empty: bool, pixels: float) -> list[Any]:
-    """Three images of one size: the most crowded one, one with a third of its objects, one without.
+    """Three images of one size: the most crowded one, one in the middle, one without objects.
 
     Args:
         with_empty: whether the third one has no objects.
         pixels: of an image, at most.
     """
-    crowded, *others = sorted(images, key=count_objects, reverse=True)
-    chosen = [crowded, *(others or [crowded])[:1], *(others or [crowded])[-1:]]
-    height, width = size_of(crowded)
+    ordered = sorted(images, key=count_objects, reverse=True)
+    height, width = size_of(ordered[0])
     factor = min(math.sqrt(pixels / max(height * width, 1)), 1.0)
     size = max(round(height * factor), 1), max(round(width * factor), 1)
-    most = count_objects(crowded)
-    for i, objects in enumerate((most, max(most // 3, 1), 0 if with_empty else max(most // 2, 1))):
-        if isinstance(chosen[i], dict) and "image" in chosen[i]:
-            chosen[i] = resize_to(chosen[i], size)
-            if "instances" in chosen[i]:
-                chosen[i]["instances"] = chosen[i]["instances"][:objects]
+    chosen = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+    for i, image in enumerate(chosen):
+        if isinstance(image, dict) and "image" in image:
+            chosen[i] = resize_to(image, size)
+            if i == 2 and with_empty and "instances" in image:
+                chosen[i]["instances"] = chosen[i]["instances"][:0]
     return chosen
 
 
@@ -535,36 +369,20 @@ class _SameDraws(TorchFunctionMode):
     """Random numbers that do not depend on earlier ones or on the batch, and no dropout.
 
     All rows of a random tensor have the same numbers: those of an object are the same in every
-    batch.
+    batch. The anchors or proposals of an image are taken in their order.
     """
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.has_drawn = False
-        self._seed = seed
-
-    def __enter__(self) -> Any:
-        self._draw_again()
-        return super().__enter__()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPOUT:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if "dropout" in name:
             return args[0] if args else kwargs["input"]
-        if func not in _DRAWS:
+        if not _DRAWS.match(name):
             return func(*args, **kwargs)
-        self.has_drawn = True
-        self._draw_again()
+        seed = torch.initial_seed()
+        torch.manual_seed(seed)
         drawn = func(*args, **kwargs)
-        if func is _RANDPERM:  # of the anchors or proposals of an image
-            return drawn.copy_(torch.arange(len(drawn)).roll(self._seed * len(drawn) // 3))
+        if name == "randperm":
+            return drawn.copy_(torch.arange(len(drawn)).roll(seed * len(drawn) // 3))
         if drawn.dim() > 0 and len(drawn) > 0:
             drawn.detach().copy_(drawn[:1].clone().expand_as(drawn))
         return drawn
-
-    def _draw_again(self) -> None:
-        random.seed(self._seed)
-        np.random.seed(self._seed)
-        torch.manual_seed(self._seed)

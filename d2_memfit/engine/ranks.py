@@ -50,7 +50,6 @@ class RankReport:
     recovery: Optional[RecoveryReport] = None
     error: str = ""  # for which all ranks end: memory ran out for good
     refused: str = ""  # for which all ranks end: the config cannot train this model
-    has_new_losses: bool = False  # that were not in the check
     stop_signal: int = 0  # the signal that asked this rank to end the run
 
     def add(self, window: Window, explain: Callable[[MicroBatch], str]) -> None:
@@ -63,7 +62,9 @@ class RankReport:
         self.data_time = window.data_time
         for m in window.micro_batches:
             values = (
-                torch.stack([x.float() for x in m.losses.values()]).tolist() if m.losses else []
+                torch.stack([x.float().sum() for x in m.losses.values()]).tolist()
+                if m.losses
+                else []
             )
             for name, loss in zip(m.losses, values):
                 self.loss_sums[name] = self.loss_sums.get(name, 0.0) + m.num_images * loss

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Images that run out of memory are undone, and run again with less: halves, then single images."""
 
-import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -425,46 +424,3 @@ def _low_memory(model: nn.Module) -> Iterator[None]:
     """Run forward and backward with less device memory: slower, with the same gradients."""
     with checkpointed(model), torch.autograd.graph.save_on_cpu():
         yield
-
-
-def run_to_count(
-    model: nn.Module,
-    window: Window,
-    cutter: Cutter,
-    forward: Callable[[MicroBatch], Any],
-    may_recover: bool,
-) -> None:
-    """Run the forwards of a window for its counts, and put all its images back.
-
-    If memory runs out, they run in smaller pieces; the limit that ``cutter`` has learned does not
-    change. An image that does not fit alone is left out: training handles it with stronger means.
-    The caller restores the state that forwards change.
-    """
-    cutter = copy.copy(cutter)
-    retries = _Smaller(model, window, cutter) if may_recover else None
-    run_all(lambda: cutter.take(window), forward, retries)
-    window.put_all_back()
-
-
-class _Smaller(Retries):
-    """Halves pieces, and leaves out an image that failed twice."""
-
-    def __init__(self, model: nn.Module, window: Window, cutter: Cutter) -> None:
-        super().__init__(model)
-        self._window = window
-        self._cutter = cutter
-        self._failed_alone: Any = None
-
-    def describe(self, error: Exception, piece: MicroBatch) -> str:
-        return piece.phase
-
-    def react(self, failure: str, piece: MicroBatch, before: Optional[Snapshot]) -> str:
-        self.undo(before)
-        if piece.can_be_split:
-            self._cutter.lower(piece)
-        elif piece.image is self._failed_alone:
-            return ""
-        else:
-            self._failed_alone = piece.image
-        self._window.put_back()
-        return ""

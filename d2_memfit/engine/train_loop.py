@@ -226,9 +226,13 @@ class AccumulatingTrainer(ResumableTrainer):
         report = RankReport(recovery=retries and retries.report)
 
         def take() -> Optional[MicroBatch]:
-            if report.recovery and report.recovery.oom_events and not window.micro_batches:
-                self.counts.prepare_again(window, self._forward)
+            is_cut = report.recovery and report.recovery.oom_events and not window.micro_batches
+            if is_cut and self.counts.is_one_piece:
+                self.counts.prepare(window, count)
             return self.cutter.take(window)
+
+        def count() -> None:
+            run_all(partial(self.cutter.take, window), self._forward, retries)
 
         def run(micro_batch: MicroBatch) -> None:
             storage.next_micro_batch(micro_batch.num_images)
@@ -241,15 +245,13 @@ class AccumulatingTrainer(ResumableTrainer):
                 if retries is not None and self._loads_in_this_process():
                     window.load_all()  # a second run must not draw the loader's numbers again
                     retries.start = Snapshot(retries.model, self.recovery.weights)
-                self.counts.prepare(window, self._forward)
+                self.counts.prepare(window, count)
                 run_all(take, run, retries)
                 self._free_old_gradients()  # if all images were skipped
                 if retries is not None:
                     retries.end_window()
         except OutOfMemoryError as e:
             self.model.zero_grad(set_to_none=True)
-            if self.counts.communicates:  # the other ranks wait in a forward
-                raise
             report.error = str(e)
         except ConfigError as e:
             report.refused = str(e)
@@ -295,7 +297,6 @@ class AccumulatingTrainer(ResumableTrainer):
             with self._explained("vote", window):
                 if not (mine.error or mine.refused):
                     mine.add(window, partial(described, bare))
-                    mine.has_new_losses = self.counts.has_new_losses
         except OutOfMemoryError as e:
             mine = RankReport(error=str(e))
         if not self._reduces_in_backward and comm.get_world_size() > 1:
@@ -303,7 +304,6 @@ class AccumulatingTrainer(ResumableTrainer):
         mine.stop_signal = self.stop_signal
         reports = comm.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
-        self.counts.is_due |= any(r.has_new_losses for r in reports)
         if refused := [r.refused for r in reports if r.refused]:
             raise ConfigError(refused[0])
         if errors := [r.error for r in reports if r.error]:

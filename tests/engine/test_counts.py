@@ -105,7 +105,7 @@ def test_a_window_has_the_gradient_and_the_losses_of_one_forward(kind, cut):
 
 
 def test_a_window_without_any_object_has_the_limit_of_the_whole_window():
-    images = images_of([(0, 0, 0, 0), (0, 0, 0, 0)])
+    images = images_of([(2, 1, 0, 3), (0, 0, 0, 0)])
     full, _ = gradients(Counted, [[window] for window in images])
     divide, options = CUTS["4 x 1"]
     actual, _ = gradients(Counted, list(map(divide, images)), **options)

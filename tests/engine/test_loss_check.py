@@ -14,7 +14,7 @@ from tiny import images, tiny_cfg, tiny_model
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.engine.counts import check
+from d2_memfit.engine.loss_check import check_losses
 from d2_memfit.job import losses_of
 from d2_memfit.settings import NormalizerOptions
 from tests.engine.criteria_list import CRITERIA, WINDOWS
@@ -123,7 +123,7 @@ class Compiled(Detector):
 def report_of(model, batch=None, **options):
     with EventStorage():
         batch = batch or annotated_images((10, 3, 0, 5))
-        return check(model, losses_of, batch, NormalizerOptions(**options))
+        return check_losses(model, losses_of, batch, NormalizerOptions(**options))
 
 
 def test_means_of_heads_are_exact_with_policy_exact():
@@ -161,6 +161,7 @@ class Drifting(Detector):
         self.teacher = nn.Linear(8, 8)
         self.teacher.requires_grad_(False)
         self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("steps", torch.zeros(1))
         self.forwards = 0
 
     def forward(self, batch):
@@ -169,6 +170,7 @@ class Drifting(Detector):
             self.teacher.weight.add_(1)
             self.mean.copy_(features.mean(0))
         self.forwards += 1
+        self.steps += 1
         return {"loss": features.square().mean()}
 
 
@@ -177,8 +179,9 @@ def test_what_a_forward_changes_is_named_and_put_back():
     before = copy.deepcopy(model.state_dict())
     numbers = torch.get_rng_state()
     report = report_of(model)
-    assert {*report.changed} == {"teacher.weight", "Drifting.mean", "Drifting.forwards"}
-    assert report.counters == ["Drifting.forwards"]
+    counters = {"Drifting.forwards", "Drifting.steps"}
+    assert {*report.changed} == {"teacher.weight", "Drifting.mean", *counters}
+    assert {line.split()[0] for line in report.complaints()} == counters
     assert not report.off
     assert model.forwards == 0
     assert torch.equal(torch.get_rng_state(), numbers)
