@@ -125,7 +125,9 @@ class _Part:
         self._kept: dict[str, Any] = {}
         self._saves_itself = hasattr(type(module), "save_for_retry")
         self._own = module.save_for_retry() if self._saves_itself else None
-        for name, value in () if self._saves_itself else plain_attributes(module):
+        for name, value in () if self._saves_itself else vars(module).items():
+            if name in _OF_MODULES:
+                continue
             if type(value) not in _CONSTANT:
                 found: dict[int, Any] = {}
                 try:
