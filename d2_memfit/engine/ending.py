@@ -29,7 +29,6 @@ from .window import host_memory_error
 logger = logging.getLogger(__name__)
 
 SIGNALS = [s for s in signal.Signals if s.name in ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")]
-_OF_WORKERS = [signal.SIGCHLD] if hasattr(signal, "SIGCHLD") else []
 
 
 @contextmanager
@@ -49,7 +48,7 @@ def worker_deaths_wait() -> AbstractContextManager[None]:
     """While open, PyTorch's handler does not raise an error for a worker that dies: the loader will
     say so. A step, or the last save, is done as a whole.
     """
-    return handled(_OF_WORKERS, lambda *_: None)
+    return handled([s for s in signal.Signals if s.name == "SIGCHLD"], lambda *_: None)
 
 
 @contextmanager
