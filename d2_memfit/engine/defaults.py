@@ -21,7 +21,7 @@ from ..job import Job
 from ..settings import auto_scale_workers
 from .build import Run
 from .checkpoint import MemfitCheckpointer, checkpointers_of
-from .ending import save_if_failing, saved_at_end
+from .ending import saved_at_end, saved_if_failing
 from .evaluating import evaluating
 from .train_loop import AccumulatingTrainer
 
@@ -206,8 +206,8 @@ class MemfitMixin(_Trainer):
 
     def after_train(self) -> None:
         if self._job_run.has_started:  # otherwise no hook has
-            save_if_failing(self)
-            super().after_train()
+            with saved_if_failing(self):
+                super().after_train()
 
     auto_scale_workers = staticmethod(auto_scale_workers)
 

@@ -29,7 +29,6 @@ from .window import host_memory_error
 logger = logging.getLogger(__name__)
 
 SIGNALS = [s for s in signal.Signals if s.name in ("SIGTERM", "SIGINT", "SIGUSR2", "SIGHUP")]
-_OF_WORKERS = [signal.SIGCHLD] if hasattr(signal, "SIGCHLD") else []
 
 
 @contextmanager
@@ -49,7 +48,7 @@ def worker_deaths_wait() -> AbstractContextManager[None]:
     """While open, PyTorch's handler does not raise an error for a worker that dies: the loader will
     say so. A step, or the last save, is done as a whole.
     """
-    return handled(_OF_WORKERS, lambda *_: None)
+    return handled([s for s in signal.Signals if s.name == "SIGCHLD"], lambda *_: None)
 
 
 @contextmanager
@@ -122,16 +121,18 @@ def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
         try:
             yield
         finally:
-            save_if_failing(trainer)
+            saved_if_failing(trainer)
     if number := getattr(compat.inner_trainer(trainer), "stop_signal", 0):
         end_by_signal(number)  # the run is complete
 
 
-def save_if_failing(trainer: TrainerBase) -> None:
-    """If the run has failed, save it. Other hooks' ``after_train`` might fail, too."""
-    for hook in compat.hooks_of(trainer):
-        if isinstance(hook, SaveOnEnding) and hook.is_failing():
-            hook.after_train()
+def saved_if_failing(trainer: TrainerBase) -> AbstractContextManager[Any]:
+    """If the run has failed, save it. While open, no hook that fails then, too, hides why."""
+    hooks = [hook for hook in compat.hooks_of(trainer) if isinstance(hook, SaveOnEnding)]
+    failing = [hook for hook in hooks if hook.is_failing()]
+    for hook in failing:
+        hook.after_train()
+    return contextlib.suppress(Exception) if failing else contextlib.nullcontext()
 
 
 @contextmanager
@@ -149,8 +150,7 @@ def causes_named() -> Iterator[None]:
         if is_killed_worker(error):
             raise host_memory_error("a worker was killed: RAM may be full") from error
         if comm.get_world_size() > 1 and is_lost_rank(error):
-            text = "the connection to another rank is lost, because that rank has ended: its last "
-            raise RankError(f"{text}line, or the launcher's, says why") from error
+            raise RankError("the connection to another rank is lost: see its end") from error
         raise
 
 

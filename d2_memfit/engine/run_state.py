@@ -13,7 +13,7 @@ from detectron2.utils import comm
 from .. import compat
 from ..common.random_state import RandomState
 from .batches import ResumableBatches, UnknownLoader
-from .ending import save_if_failing, saved_at_end
+from .ending import saved_at_end, saved_if_failing
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ class ResumableTrainer(SimpleTrainer):
 
     def after_train(self) -> None:
         if self.run is None or self.run.has_started:  # otherwise no hook has
-            save_if_failing(self)
-            super().after_train()
+            with saved_if_failing(self):
+                super().after_train()
 
     def gather_states(self) -> None:
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""
