@@ -166,7 +166,9 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     for path, part in model.named_modules():
         if not isinstance(part, BatchNorm):  # its statistics are not read in training
             own = {k: v for k, v in vars(part).items() if k not in _OF_MODULES}
-            for name, value in {**own, **part._buffers, **part._parameters}.items():
+            tensors: dict[str, Any] = dict(part.named_buffers(recurse=False))
+            tensors.update(part.named_parameters(recurse=False))
+            for name, value in {**own, **tensors}.items():
                 state[f"{path or type(model).__name__}.{name}"] = _print_of(value)
     return state
 
