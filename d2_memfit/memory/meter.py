@@ -132,8 +132,9 @@ class OwnerMeter(TensorMeter):
 
     Owners are "parameters", "buffers", "gradients", "optimizer", and these:
 
-    - "activations: " and a top-level module of the model, or a stage of an FPN's bottom_up; "model"
-      is for the model's own code;
+    - "inputs": made by the model from its batch before it calls a module;
+    - "activations: " and a top-level module of the model, or a stage of the backbone; "model" is for
+      the model's own code;
     - "backward": needed only by the backward;
     - "other": made outside of the model.
 
@@ -185,9 +186,12 @@ class OwnerMeter(TensorMeter):
         super().__exit__(*error)
 
     def _enter_module(self, name: str) -> None:
-        parts = (name or "model").split(".")
-        depth = 3 if parts[:2] == ["backbone", "bottom_up"] else 1
-        self._running.append("activations: " + ".".join(parts[:depth]))
+        if self._running == ["inputs"]:  # until the model calls its first module
+            self._running = ["activations: model"]
+        parts = name.split(".")
+        is_stage = parts[0] == "backbone" and parts[1:] and parts[1].startswith("res")
+        depth = 3 if parts[:2] == ["backbone", "bottom_up"] else 2 if is_stage else 1
+        self._running.append("activations: " + ".".join(parts[:depth]) if name else "inputs")
 
     def _leave_module(self) -> None:
         if self._running:
