@@ -42,8 +42,10 @@ _CONSTANT = frozenset(
 )
 _NO_STATE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, Enum)
 _NO_STATE_OF = {"torch", "logging", "threading", "weakref", "functools", "d2_memfit"}
-_LEAVES = (np.ndarray, bytearray, array, random.Random, np.random.Generator)
-_LEAVES += (np.random.RandomState, torch.Generator)
+_LEAVES = (
+    *(np.ndarray, bytearray, array, random.Random),
+    *(np.random.Generator, np.random.RandomState, torch.Generator),
+)
 
 
 class Snapshot:

@@ -103,7 +103,8 @@ def default_group_answered(answer: Callable[[Any], Any]) -> AbstractContextManag
         answer: called with the group, or None if there is none; returns the group to tell of.
     """
     owner: Any = type(dist.GroupMember)
-    told: Any = property(lambda cls, ask=owner.WORLD.fget: answer(ask(cls)), owner.WORLD.fset)
+    ask, change = owner.WORLD.fget, owner.WORLD.fset
+    told: Any = property(lambda cls: answer(ask(cls)), change)
     return patch.object(owner, "WORLD", told)
 
 

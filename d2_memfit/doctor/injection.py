@@ -2,7 +2,7 @@
 """Iterations with injected out-of-memory errors, and comparisons of their results."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Optional, Union
+from typing import Any, Optional
 
 import torch
 
@@ -68,7 +68,7 @@ class InjectedTrainer(AccumulatingTrainer):
         with self.injector:
             return super()._forward(micro_batch)
 
-    def _backward(self, loss: torch.Tensor, weight: Union[float, torch.Tensor]) -> None:
+    def _backward(self, loss: torch.Tensor, weight: float) -> None:
         with self.injector:
             super()._backward(loss, weight)
 

@@ -130,7 +130,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
         Files that are not in PyTorch's format must exist. A URL is downloaded to the cache, where
         the ranks find it.
         """
-        if path and not (resume and self._newest_good()):
+        is_resumed = resume and self._newest_good()
+        if path and not is_resumed:
             file = checked(path.partition("?")[0], "the checkpoint ")
             try:
                 os.stat(self.path_manager.get_local_path(file))
@@ -197,7 +198,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
                 weights = weights[place] if isinstance(weights.get(place), dict) else weights
             checkpoint["model"] = {name: torch.as_tensor(v) for name, v in weights.items()}
         for name, value in checkpoint["model"].items():
-            if not (value < float("inf")).all():  # a mask of attention may be -inf
+            if not (value.to_dense() < float("inf")).all():  # a mask of attention may be -inf
                 raise CheckpointError(f"{filename} has NaN or infinite values in {name}")
         return checkpoint
 

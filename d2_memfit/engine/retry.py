@@ -336,7 +336,7 @@ class WindowRetries(Retries):
     ) -> None:
         super().__init__(model)
         self.report = RecoveryReport()
-        self._recovery = recovery
+        self.recovery = recovery
         self._window = window
         self._storage = storage
         self.start = start
@@ -347,8 +347,8 @@ class WindowRetries(Retries):
         self._entries = self._storage.num_entries()
         if len(self._window.micro_batches) == 1:
             return self.start
-        self._recovery.learn_weights(self.start)
-        return Snapshot(self.model, self._recovery.weights)
+        self.recovery.learn_weights(self.start)
+        return Snapshot(self.model, self.recovery.weights)
 
     def around(self, piece: MicroBatch) -> AbstractContextManager[Any]:
         hard = self._hard.get(id(piece.image))
@@ -356,7 +356,7 @@ class WindowRetries(Retries):
 
     def end_window(self) -> None:
         """Complete the report of a window, and let the micro-batch grow after a while."""
-        recovery, report, window = self._recovery, self.report, self._window
+        recovery, report, window = self.recovery, self.report, self._window
         recovery.learn_weights(self.start)
         report.seen_images = window.num_images + report.skipped_images
         report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
@@ -368,10 +368,10 @@ class WindowRetries(Retries):
             )
 
     def describe(self, error: Exception, piece: MicroBatch) -> Any:
-        return self._recovery.oom_log.event(error, piece.phase, piece.data)
+        return self.recovery.oom_log.event(error, piece.phase, piece.data)
 
     def react(self, failure: Any, piece: MicroBatch, before: Optional[Snapshot]) -> str:
-        recovery, report = self._recovery, self.report
+        recovery, report = self.recovery, self.report
         report.oom_events += 1
         if piece.phase == "forward":
             report.retried_images += piece.num_images
@@ -398,7 +398,7 @@ class WindowRetries(Retries):
         Returns:
             str: the step.
         """
-        options, image = self._recovery.options, piece.image
+        options, image = self.recovery.options, piece.image
         hard = self._hard.setdefault(id(image), _HardImage(image))
         hard.failures += 1
         if hard.failures == 1:

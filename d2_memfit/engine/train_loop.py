@@ -223,7 +223,7 @@ class AccumulatingTrainer(ResumableTrainer):
         if self.recovery is not None:
             bare = compat.without_ddp(self.model)
             retries = WindowRetries(self.recovery, bare, window, storage, start)
-        report = RankReport(recovery=retries and retries.report)
+        report = RankReport(recovery=None if retries is None else retries.report)
 
         def take() -> Optional[MicroBatch]:
             is_cut = report.recovery and report.recovery.oom_events and not window.micro_batches
@@ -244,7 +244,7 @@ class AccumulatingTrainer(ResumableTrainer):
             with self._explained("window", window):
                 if retries is not None and self._loads_in_this_process():
                     window.load_all()  # a second run must not draw the loader's numbers again
-                    retries.start = Snapshot(retries.model, self.recovery.weights)
+                    retries.start = Snapshot(retries.model, retries.recovery.weights)
                 self.counts.prepare(window, count)
                 run_all(take, run, retries)
                 self._free_old_gradients()  # if all images were skipped

@@ -133,8 +133,8 @@ class OwnerMeter(TensorMeter):
     Owners are "parameters", "buffers", "gradients", "optimizer", and these:
 
     - "inputs": made by the model from its batch before it calls a module;
-    - "activations: " and a top-level module of the model, or a stage of the backbone; "model" is for
-      the model's own code;
+    - "activations: " and a top-level module, or a stage of the backbone; "model" is the model's own
+      code;
     - "backward": needed only by the backward;
     - "other": made outside of the model.
 

@@ -294,7 +294,7 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
         (
             ["--weights", "http://127.0.0.1:9/w.pkl"],
             "cannot be downloaded (URLError: <urlopen error [Errno 111] Connection refused>). "
-            "Download http://127.0.0.1:9/w.pkl where there is a network",
+            "Name a file in MODEL.WEIGHTS",
         ),
         (["--config-file", "untrained.yaml"], "--weights: name the file of a trained model"),
         (["--budget", "5", "--card", "6GB"], "both set the budget: give only one"),
