@@ -77,7 +77,7 @@ def is_last(state):
     return isinstance(state, dict) and state.get("iteration") == int(last)
 
 at(MemfitMixin, "_complete", lambda *_: "start")
-at(AccumulatingTrainer, "run_step", at_last("iteration"))
+at(AccumulatingTrainer, "_run", at_last("iteration"))
 at(SaveOnEnding, "after_step", at_last("last hook"))
 at(torch, "save", lambda state, *_: "save" if is_last(state) else "")
 at(COCOEvaluator, "process", lambda *_: "evaluation")
