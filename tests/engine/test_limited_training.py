@@ -16,8 +16,8 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process"),
 ]
 
-# 42 MB of these are what libraries take for themselves when the budget is set.
-EXTRA_MB = {"proposal_network": 272, "mask_rcnn": 602}
+# 52 MB of these are what libraries take for themselves when the budget is set.
+EXTRA_MB = {"proposal_network": 282, "mask_rcnn": 612}
 # The proposal network's losses are means over images. The mask loss is one over all masks.
 LARGEST_DIFFERENCE = {"proposal_network": 1e-5, "mask_rcnn": 1e-3}
 
