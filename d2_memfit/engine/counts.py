@@ -22,6 +22,7 @@ from torch import nn
 
 from ..common.snapshot import Snapshot, weights_that_may_change
 from ..errors import ConfigError, OutOfMemoryError
+from ..memory import is_out_of_memory
 from ..settings import NormalizerOptions
 from . import collectives
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
@@ -107,6 +108,7 @@ class Counts:
         self._is_due = options.policy != "off"  # whether the losses are still to be checked
         self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
         self._history: list[Numbers] = []
+        self._changing: Optional[list[torch.Tensor]] = None  # weights that a forward changes
 
     def prepare(self, window: Window, run_forwards: Callable[[], None]) -> None:
         """Find the counts of a window, before its first forward. All ranks call it.
@@ -202,8 +204,10 @@ class Counts:
         if any(site not in mine for site in self.report.counts):
             try:
                 mine.update(self._counted(window, run_forwards))
-            except OutOfMemoryError as e:  # for good
-                error = str(e)
+            except Exception as e:
+                if not is_out_of_memory(e):
+                    raise
+                error = str(e)  # the other ranks wait for it
         errors, of_ranks = zip(*comm.all_gather((error, mine)))
         if any(errors):
             raise OutOfMemoryError(next(filter(None, errors)))
@@ -219,10 +223,13 @@ class Counts:
         self._answers = self._new_answers(
             Collective.run_alone, LossReport(pretends=self.report.pretends)
         )
-        before = Snapshot(self._model, weights_that_may_change(self._model))
+        if self._changing is None:
+            self._changing = weights_that_may_change(self._model)
+        before = Snapshot(self._model, self._changing)
         try:
             with torch.no_grad(), EventStorage(get_event_storage().iter):
                 run_forwards()
+            self._changing = before.changed_weights()
         finally:
             before.restore()
             window.put_all_back()

@@ -133,18 +133,19 @@ def check_losses(
     found = LossReport(unchecked={"losses": "batches cannot be cut into images"})
     for with_empty, pixels in ((True, _MOST_PIXELS), (False, _MOST_PIXELS / 4)) if images else ():
         release_memory(next(model.parameters()).device)
-        start = Snapshot(model, model.parameters())
-        check = _Check(model, losses, options or NormalizerOptions(), limit)
+        found, start = LossReport(), None
         try:
+            start = Snapshot(model, model.parameters())
+            check = _Check(model, losses, options or NormalizerOptions(), limit, found)
             return check.report(_chosen(images, with_empty, pixels / 3))
         except ConfigError:
             raise
         except Exception as e:  # of the model's code. Its traceback would keep its tensors
             why = "memory ran out" if is_out_of_memory(e) else f"{type(e).__name__}: {one_line(e)}"
         finally:
-            start.restore()
+            if start is not None:
+                start.restore()
             model.zero_grad(set_to_none=True)
-        found = check.found
         found.unchecked["losses"] = why
     return found
 
@@ -173,9 +174,14 @@ class _Run:
 
 class _Check:
     def __init__(
-        self, model: nn.Module, losses: Losses, options: NormalizerOptions, limit: float
+        self,
+        model: nn.Module,
+        losses: Losses,
+        options: NormalizerOptions,
+        limit: float,
+        found: LossReport,
     ) -> None:
-        self.found = LossReport()
+        self.found = found
         self._model, self._losses, self._options, self._limit = model, losses, options, limit
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._state = Snapshot(model, weights_that_may_change(model))

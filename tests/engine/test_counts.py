@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
-from d2_memfit.errors import ConfigError
+from d2_memfit.errors import ConfigError, OutOfMemoryError
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 
 pytestmark = pytest.mark.slow
@@ -304,6 +304,30 @@ def test_errors_on_any_rank_change_nothing_and_no_rank_waits(ranks, kind, steps,
     for other, _ in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
     torch.testing.assert_close(first, undisturbed, rtol=1e-6, atol=1e-8)
+
+
+def without_memory(rank, place):
+    """The outcome of a window in which a rank has no memory for a snapshot of the model."""
+
+    def run_out(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    parts = [[[w[:4]], [w[4:]]] for w in [annotated_images((10, 3, 0, 5, 1, 7, 2))]]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:  # which checks, because it has the most objects
+            patch.setattr(f"d2_memfit.engine.{place}.Snapshot", run_out)
+        try:
+            return on_ranks(rank, 2, Fcos, parts, "window", {"recovery": RecoveryOptions()})
+        except OutOfMemoryError as e:
+            return str(e)
+
+
+def test_ranks_hear_of_one_that_has_no_memory_to_check_or_to_count(two_ranks):
+    checked, other = two_ranks.run(without_memory, "loss_check")
+    assert max(differences(checked, other)) < 1e-12
+    counted, other = two_ranks.run(without_memory, "counts")
+    assert counted == other
+    assert "CUDA out of memory" in counted
 
 
 class Synchronised(Detr):
