@@ -109,6 +109,9 @@ class ResumableTrainer(SimpleTrainer):
             device = next(self.model.parameters()).device
             self._loaded_state = RandomState.from_state_dict(own["random_states"], device)
             self._loaded_state.restore()
+        elif run:
+            text = "The checkpoint has no random states of rank %d: it draws other augmentations"
+            logger.warning(text, comm.get_rank())
         try:
             if batches is None or not run or run["data"] is None:
                 raise ValueError("only that of build_detection_train_loader is saved, by d2_memfit")

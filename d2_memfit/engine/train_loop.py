@@ -338,8 +338,8 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}
-        learned = [rank.pop("learned", None) if rank else None for rank in state["run"]["ranks"]]
         if self.recovery is not None:
+            learned = [rank and rank["learned"] for rank in state["run"]["ranks"]]
             state["recovery"] = self.recovery.state_dict(learned)
         if counts := self.counts.state_dict():
             state["counts"] = counts

@@ -137,6 +137,7 @@ def recovery_state_after_a_failure(rank):
     trainer.injector = Injector([5] if rank == 1 else [])
     iterate(trainer)
     trainer.gather_states()
+    trainer.state_dict()  # of a checkpoint before, after the same iteration
     return trainer.state_dict()["recovery"]
 
 
