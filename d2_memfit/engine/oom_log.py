@@ -136,22 +136,11 @@ class OomLog:
         try:
             yield
         except Exception as e:
-            if explanation := self.explanation(e, phase, data):
-                raise explanation from e
-            raise
-
-    def explanation(
-        self, error: BaseException, phase: str, data: Callable[[], Any] = list
-    ) -> Optional[OutOfMemoryError]:
-        """The final error for an out-of-memory error, which is also written to the file.
-
-        None for other errors, and for errors that are explained already.
-        """
-        if not is_out_of_memory(error) or isinstance(error, OutOfMemoryError):
-            return None
-        event = self.event(error, phase, data())
-        self.append(event, RAISE)
-        return OutOfMemoryError(self.final_message(event))
+            if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # explained already
+                raise
+            event = self.event(e, phase, data())
+            self.append(event, RAISE)
+            raise OutOfMemoryError(self.final_message(event)) from e
 
     def final_message(self, event: OomEvent) -> str:
         """Message of the error that ends a run: what happened, and three things to try next."""
@@ -165,14 +154,9 @@ class OomLog:
             steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
             steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]
         else:
-            steps = [
-                *smaller,
-                "a higher MODEL.BACKBONE.FREEZE_AT: frozen weights need no gradients",
-            ]
-        is_limited = options.budget_gb is not None
-        steps.append(
-            "a larger MEMFIT.BUDGET_GB" if is_limited else "look for other processes on it"
-        )
+            steps = [*smaller, "a higher MODEL.BACKBONE.FREEZE_AT: its weights need no gradients"]
+        limited = options.budget_gb is not None
+        steps.append("a larger MEMFIT.BUDGET_GB" if limited else "no other process on the device")
         steps.append("a smaller backbone")
         tries = "; ".join(f"({i}) {step}" for i, step in enumerate(steps[:3], 1))
         return f"{event}. Next things to try: {tries}. More: {START_HERE}"

@@ -3,8 +3,7 @@
 
 import gc
 import re
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import torch
 
@@ -15,7 +14,6 @@ __all__ = [
     "is_lost_rank",
     "is_out_of_memory",
     "release_memory",
-    "with_room",
 ]
 
 
@@ -63,8 +61,6 @@ _LOST_RANK = {
     r"gloo.*(Broken pipe|Timed out|Connection refused)": "the same",
     r"ncclRemoteError|remote process exited": "NCCL: ncclResult_t",
 }
-
-_Made = TypeVar("_Made")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -118,17 +114,6 @@ def _process_is_limited() -> bool:
         return False
     limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
-
-
-def with_room(make: Callable[[], _Made], device: torch.device) -> _Made:
-    """Make something small. If memory runs out, free unreferenced memory, and try once more."""
-    try:
-        return make()
-    except Exception as e:
-        if not is_out_of_memory(e):
-            raise
-    release_memory(device)
-    return make()
 
 
 def release_memory(device: torch.device) -> None:
