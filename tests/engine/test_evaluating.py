@@ -2,6 +2,7 @@
 """An evaluation goes on with the same results after a batch did not fit."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -109,6 +110,17 @@ def test_an_image_that_fits_in_no_way_is_named():
     model.forward = FailsOn(model, lambda batch: True)
     with pytest.raises(OutOfMemoryError, match=r"in the evaluation .*image_0.png.*MAX_SIZE_TEST"):
         evaluate(model, RecoveryOptions())
+
+
+def test_the_model_can_be_pickled_meanwhile_and_is_afterwards_as_it_was():
+    """As evaluators that start processes do."""
+    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False)).eval()
+    before, original, batch = set(vars(model)), type(model), images(2)
+    with recovering_inference(model, RecoveryOptions()), torch.no_grad():
+        copied = pickle.loads(pickle.dumps(model))
+        assert type(model) is type(copied) is original
+        assert_same_outputs(*([{"image_id": 0, **o} for o in m(batch)] for m in (copied, model)))
+    assert set(vars(model)) == before
 
 
 def test_test_time_augmentation_is_recovered_too(tmp_path):
