@@ -65,8 +65,8 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     """While open, run a batch that does not fit again with less memory.
 
     The first retry post-processes results on the host, the next runs one image at a time. Later
-    batches keep what worked. The model's ``forward`` is another one meanwhile; a copy of the model,
-    as in another process, has its own.
+    batches keep what worked. The model's ``forward`` is another one meanwhile, not its class, so that
+    it can be pickled.
 
     Args:
         options: None changes nothing.
@@ -93,7 +93,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
 
 
 class _Recovering:
-    """In place of a model's forward. Pickled, it is the original."""
+    """In place of a model's forward, also in a copy of the model that is pickled."""
 
     def __init__(self, original: Any, retries: "_BatchRetries") -> None:
         self._original = original
@@ -107,13 +107,6 @@ class _Recovering:
         self._retries.put(batch)
         run_all(self._retries.take, run, self._retries)
         return results[0] if len(results) == 1 else [r for part in results for r in part]
-
-    def __reduce__(self) -> Any:
-        return _itself, (self._original,)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 class _BatchRetries(Retries):
