@@ -65,7 +65,7 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     """While open, run a batch that does not fit again with less memory.
 
     The first retry post-processes results on the host, the next runs one image at a time. Later
-    batches keep what worked. Meanwhile the model has another ``forward``. Its class is the same, so it
+    batches keep what worked. Meanwhile the model has another ``forward``, and the same class, so it
     can be pickled.
 
     Args:
