@@ -104,14 +104,14 @@ def test_ranks_are_told_apart(two_ranks):
 
 
 LEAKS = {  # KiB per iteration, and what is named
-    "tensors": (lambda: torch.ones(25600), 100, "float32 [25600] on cpu ("),
-    "arrays": (lambda: np.ones(32 * KIB), 256, ""),
+    "tensors": (lambda: torch.ones(2**18), 1024, "float32 [262144] on cpu ("),
+    "arrays": (lambda: np.ones(128 * KIB), 1024, ""),
     "nothing": (lambda: None, 0, ""),
 }
 
 
 def growing_kinds(rank, name):
-    """What grows, by MB in 1000 iterations, and the tensors that are named, in a new process."""
+    """What grows, by MB in 1000 iterations, and the tensors that are named."""
 
     def after_step(_):
         kept.append(LEAKS[name][0]())
@@ -137,7 +137,7 @@ def test_what_grows_is_found_and_garbage_in_cycles_is_not(name, two_ranks):
         assert len(found) == (kib > 0)
         for kind, growth, tensors in found:
             assert kind == "memory in use on cpu"
-            assert growth == pytest.approx(kib * 1000 / KIB, rel=0.2)
+            assert growth == pytest.approx(kib * 1000 / KIB, rel=0.4)  # some of it fills freed heap
             assert named in tensors
 
 
