@@ -9,8 +9,9 @@ from .environment import missing
 
 if TYPE_CHECKING:
     from .config import add_memfit_config, get_cfg
-    from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
     from .engine.counts import window_count
+    from .engine.defaults import MemfitMixin, MemfitTrainer
+    from .engine.train_loop import AccumulatingTrainer
     from .job import Job
     from .planner import fit_config
     from .planner.estimates import estimate_memory
@@ -32,10 +33,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AccumulatingTrainer": "engine",
+    "AccumulatingTrainer": "engine.train_loop",
     "Job": "job",
-    "MemfitMixin": "engine",
-    "MemfitTrainer": "engine",
+    "MemfitMixin": "engine.defaults",
+    "MemfitTrainer": "engine.defaults",
     "add_memfit_config": "config",
     "estimate_memory": "planner",
     "fit_config": "planner",

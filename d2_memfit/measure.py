@@ -24,7 +24,7 @@ from .common.files import check_outputs
 from .common.units import GB
 from .compat.pytorch import clear_cublas_workspaces
 from .config import load_cfg, with_settings
-from .engine import AccumulatingTrainer
+from .engine.train_loop import AccumulatingTrainer
 from .errors import ConfigError
 from .job import Job, WorstCase
 from .memory import device_and_software, enforce_budget, use_expandable_segments
@@ -136,7 +136,7 @@ def _recovered(job: Job, device: torch.device) -> Record:
     gc.collect()
     enforce_budget(limit / GB, str(device))
     step, trainer = _steps(job, recovery=RecoveryOptions())
-    return {"loss": loss, "loss_under_limit": step(), "ooms": trainer.recovery.oom_events}
+    return {"loss": loss, "loss_under_limit": step(), "ooms": trainer.recovery.totals.oom_events}
 
 
 def _steps(job: Job, **options: Any) -> tuple[Callable[[], float], Any]:

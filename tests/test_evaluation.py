@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, BoxMode, Instances
 
 from d2_memfit import compat, get_cfg
 from d2_memfit.data import register_coco
-from d2_memfit.engine import evaluating
+from d2_memfit.engine.evaluating import evaluating
 from d2_memfit.evaluation import build_evaluator
 
 

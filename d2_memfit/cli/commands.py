@@ -18,8 +18,8 @@ from ..common.files import check_outputs, output_file
 from ..common.units import GB
 from ..config import find_card, find_config_file, settings_of_card
 from ..doctor import answer_of_findings, examine
-from ..engine import world_size
 from ..engine.ending import signals_end_at_once
+from ..engine.launch import world_size
 from ..errors import ConfigError, exit_on_error
 from ..explain import (
     Explanation,

@@ -14,7 +14,7 @@ from detectron2.utils.logger import setup_logger
 from omegaconf import DictConfig
 
 from ..common.files import FolderLock, check_run_folder, whole_file
-from ..engine import MemfitCheckpointer
+from ..engine.checkpoint import MemfitCheckpointer
 from ..errors import ConfigError
 from .command_line import files_read
 from .screen import leave_out_dumps

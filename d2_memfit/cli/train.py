@@ -32,8 +32,10 @@ from ..common.checks import check_int, check_positive_int
 from ..common.files import whole_file
 from ..config import find_config_file, load_cfg, merge_opts, with_settings
 from ..data import check_datasets, classes_of_model, hold_out, keep_dicts, register_coco
-from ..engine import MemfitCheckpointer, MemfitTrainer, launch, usable_device, world_size
+from ..engine.checkpoint import MemfitCheckpointer
+from ..engine.defaults import MemfitTrainer
 from ..engine.ending import causes_named, signals_end_at_once
+from ..engine.launch import launch, usable_device, world_size
 from ..errors import ConfigError, MemfitError, exit_on_error
 from ..evaluation import build_evaluator
 from ..inference import WholeModelCheckpointer

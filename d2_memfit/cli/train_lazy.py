@@ -30,8 +30,11 @@ from omegaconf import DictConfig
 
 from ..compat import create_ddp_model
 from ..config import find_config_file
-from ..engine import MemfitCheckpointer, build_trainer, evaluating, usable_device, world_size
+from ..engine.build import build_trainer
+from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.ending import causes_named
+from ..engine.evaluating import evaluating
+from ..engine.launch import usable_device, world_size
 from ..errors import ConfigError, exit_on_error
 from ..evaluation import use_available_implementation
 from ..inference import WholeModelCheckpointer

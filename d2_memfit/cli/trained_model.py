@@ -22,7 +22,8 @@ from ..data import (
     look_at_images,
     register_coco,
 )
-from ..engine import evaluating, usable_device
+from ..engine.evaluating import evaluating
+from ..engine.launch import usable_device
 from ..errors import ConfigError
 from ..inference import (
     FilePrediction,

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 
-from ..compat.pytorch import default_group_answered
+from ..compat.pytorch import default_group_replaced
 from .random_state import RandomState
 
 __all__ = ["alone", "no_information", "unchanged_random_state"]
@@ -22,7 +22,7 @@ def alone() -> Iterator[None]:
 
     So Detectron2's loaders and the criteria of models do not wait for other ranks.
     """
-    with default_group_answered(lambda group: None) if dist.is_available() else nullcontext():
+    with default_group_replaced(None) if dist.is_available() else nullcontext():
         yield
 
 

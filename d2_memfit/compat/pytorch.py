@@ -5,7 +5,6 @@ PyTorch may rename them in any release. ``tests/compat/test_pytorch.py`` tests e
 """
 
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Optional
 from unittest.mock import patch
@@ -93,19 +92,15 @@ def has_kernels_for_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def default_group_answered(answer: Callable[[Any], Any]) -> AbstractContextManager[None]:
-    """While open, code that asks torch.distributed for its default group gets another answer.
+def default_group_replaced(num_ranks: Optional[int]) -> AbstractContextManager[Any]:
+    """While open, code that asks torch.distributed for its default group is told of one of so many
+    ranks, in which nothing can run; or of none.
 
     All questions, such as ``dist.is_initialized()`` and ``dist.get_rank()``, end at the property
     ``WORLD`` of ``GroupMember``'s metaclass.
-
-    Args:
-        answer: called with the group, or None if there is none; returns the group to tell of.
     """
-    owner: Any = type(dist.GroupMember)
-    ask, change = owner.WORLD.fget, owner.WORLD.fset
-    told: Any = property(lambda cls: answer(ask(cls)), change)
-    return patch.object(owner, "WORLD", told)
+    group = num_ranks and dist.ProcessGroup(0, num_ranks)  # type: ignore[call-arg, arg-type]
+    return patch.object(type(dist.GroupMember), "WORLD", property(lambda _: group))
 
 
 def compiled_frames() -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Optional
 
-from ..engine import MemfitMixin
+from ..engine.defaults import MemfitMixin
 from ..engine.window import count_objects, images_of
 from ..errors import ConfigError, MemfitError
 from ..job import Job, readable_loader

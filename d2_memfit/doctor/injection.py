@@ -7,8 +7,8 @@ from typing import Any, Optional
 import torch
 
 from ..compat.pytorch import TorchDispatchMode, storage_id
-from ..engine import AccumulatingTrainer
 from ..engine.ranks import RankReport
+from ..engine.train_loop import AccumulatingTrainer
 from ..engine.window import MicroBatch, Window
 from ..memory import storages
 

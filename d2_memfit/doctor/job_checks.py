@@ -12,8 +12,9 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..common.snapshot import Snapshot, changed_by_forward, state_of
-from ..engine import recovering_inference
-from ..engine.collectives import Collective, noticed_collectives, second_rank_pretended
+from ..compat.pytorch import default_group_replaced
+from ..engine.collectives import Collective, noticed_collectives
+from ..engine.evaluating import recovering_inference
 from ..errors import MemfitError
 from ..job import Job
 from ..planner.dry_run import one_line_errors
@@ -138,7 +139,7 @@ def is_silent(patient: Patient) -> str:
         return call.run_alone()
 
     def forward() -> None:
-        with noticed_collectives(handle), second_rank_pretended():
+        with noticed_collectives(handle), default_group_replaced(2):
             try:
                 patient.losses(model, patient.batch())
             except Exception:  # there is no other rank to answer

@@ -14,8 +14,8 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..common.side_work import alone, no_information
-from ..engine import AccumulatingTrainer
 from ..engine.loss_check import LossReport
+from ..engine.train_loop import AccumulatingTrainer
 from ..job import Job, losses_of, resize_image, size_of
 from ..planner.stand_ins import cuda_as_cpu
 from ..settings import Precision, RecoveryOptions

@@ -26,8 +26,10 @@ from torch import nn
 from .. import compat
 from ..common.side_work import no_information
 from ..config import with_settings
-from ..engine import MemfitCheckpointer, MemfitMixin, build_trainer
 from ..engine.batches import ResumableBatches, UnknownLoader
+from ..engine.build import build_trainer
+from ..engine.checkpoint import MemfitCheckpointer
+from ..engine.defaults import MemfitMixin
 from ..errors import ConfigError, MemfitError
 from ..job import Job
 from ..planner.dry_run import one_line_errors

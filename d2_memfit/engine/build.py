@@ -25,8 +25,7 @@ from ..memory import enforce_budget
 from ..techniques import apply_techniques, techniques_on
 from .checkpoint import MemfitCheckpointer, checkpointers_of
 from .ending import SaveOnEnding
-from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot
-from .peak_recorder import PeakRecorder
+from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot, PeakRecorder
 from .run_state import GatherStates
 from .train_loop import AccumulatingTrainer
 

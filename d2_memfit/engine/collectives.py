@@ -11,20 +11,21 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
-from itertools import dropwhile, islice, takewhile
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
+from types import SimpleNamespace
 from typing import Any, Optional, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from detectron2.utils.events import get_event_storage
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
-from ..common.patching import replaced_functions
-from ..compat.pytorch import cross_entropy_owner, default_group_answered
+from ..compat.pytorch import cross_entropy_owner, default_group_replaced, tree_iter
 from .window import MicroBatch, count_objects
 
 if dist.is_available():
@@ -38,7 +39,6 @@ _PASSED_ON = (
     str(Path(__file__).parents[1]),
     "/detectron2/utils/comm.py",
 )
-_HERE = sys.modules[__name__]
 _MOST_COUNTS = 4096  # numbers in a tensor that are taken for counts, such as one for each class
 _REDUCTION_MEAN = 1  # what PyTorch's functions of losses call it
 
@@ -61,20 +61,16 @@ class Collective:
     def __init__(self, name: str, args: Sequence[Any], num_ranks: int) -> None:
         self.name, self.num_ranks = name, num_ranks
         self.place = place_of_caller()
-        self.tensors, sent = _flat(args[:1]), _flat(args[1:2])
+        self.tensors, sent = _tensors(args[:1]), _tensors(args[1:2])
         op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
         factor = num_ranks if op == dist.ReduceOp.SUM else 1 if op == dist.ReduceOp.AVG else None
         self.scale = factor if "reduce" in name and not sent else None
-        # In a function with its own backward.
-        inner = takewhile(lambda f: not isinstance(f.f_locals.get("self"), nn.Module), _frames())
-        held = (value for frame in inner for value in frame.f_locals.values())
-        has_gradient = any(isinstance(v, torch.autograd.function.FunctionCtx) for v in held)
         self.is_count = (
             name == "allreduce"
             and self.scale is not None
             and self.tensors[0].numel() <= _MOST_COUNTS
             and self.tensors[0].dtype != torch.bool
-            and not (has_gradient or self.tensors[0].requires_grad)
+            and not (self.tensors[0].requires_grad or _is_in_function_with_backward())
         )
 
     def run_alone(self) -> bool:
@@ -101,29 +97,20 @@ def noticed_collectives(handle: Callable[[Collective], bool]) -> Iterator[None]:
     torch.compile and DTensor use.
     """
 
-    def replacement(name: str) -> Callable[..., Any]:
-        def made(original: Callable[..., Any]) -> Callable[..., Any]:
-            def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-                is_done = handle(Collective(name, args, group.size()))
-                return _Done() if is_done else original(group, *args, **kwargs)
+    def noticed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            is_done = handle(Collective(name, args, group.size()))
+            return done if is_done else original(group, *args, **kwargs)
 
-            return method
-
-        return made
+        return method
 
     group = dist.ProcessGroup if dist.is_available() else None
-    methods = {name: replacement(name) for name in filter(_METHOD.match, dir(group))}
-    with replaced_functions([group], methods):
+    done = SimpleNamespace(wait=lambda *_: True)  # the handle of a finished collective
+    with ExitStack() as stack:
+        for name in filter(_METHOD.match, dir(group)):
+            method = noticed(name, getattr(group, name))
+            stack.enter_context(patch.object(group, name, method))
         yield
-
-
-def second_rank_pretended() -> AbstractContextManager[None]:
-    """While open, code that asks is told of two ranks, and adds up its counts over them.
-
-    Collectives have no group to run in: also open :func:`noticed_collectives`.
-    """
-    group = dist.ProcessGroup(0, 2)  # type: ignore[call-arg, arg-type]
-    return default_group_answered(lambda _: group)
 
 
 @cache  # one function: torch.compile compiles again for another
@@ -164,7 +151,7 @@ class Answers:
         model: the model that runs.
         is_exact: whether means of Detectron2's heads are counted, too.
         on_other: handles collectives that are not counts.
-        report: a ``LossReport``, for how the losses are weighted.
+        report: a ``LossReport``, for how the losses are weighted; None: by images.
         totals: the window's counts, of all ranks.
         images: images behind ``totals``, and behind those of means.
         ranks: number of ranks that take part.
@@ -175,7 +162,7 @@ class Answers:
         model: nn.Module,
         is_exact: bool,
         on_other: Callable[[Collective], bool],
-        report: Any,
+        report: Any = None,
         totals: Optional[Numbers] = None,
         images: tuple[float, float] = (0.0, 0.0),
         ranks: int = 1,
@@ -184,31 +171,29 @@ class Answers:
         self._forward: dict[Site, Any] = {}  # of the running one
         self.nearly: set[str] = set()  # losses of Detectron2's heads that are not counted
         self.estimates = False  # whether a running mean over windows was asked for
-        self._model, self._is_exact, self._on_other = model, is_exact, on_other
-        self._report, self._totals, self._images = report, totals or {}, images
+        self._on_other = on_other
+        self._weights = {} if report is None else report.weights
+        self._pretends = report is not None and report.pretends
+        self._totals, self._images = totals or {}, images
         self._ranks = ranks
         self._calls: Counter[Any] = Counter()
+        self._means = answered_means(model, is_exact)
 
     @contextmanager
-    def around(self, micro_batch: MicroBatch, replays: bool = False) -> Iterator[None]:
-        """Answer in a micro-batch's forward, or in its backward (``replays``), which may compute
-        parts of the forward again.
-        """
+    def around(self, micro_batch: MicroBatch) -> Iterator[None]:
+        """Answer in a micro-batch's forward, and in its backward, which may compute parts again."""
         self._calls.clear()
-        if not replays:
-            objects = count_objects(micro_batch.data)
-            self._forward = {OBJECTS: objects, IMAGES: micro_batch.num_images}
-        entropy = {"cross_entropy_loss": _cross_entropy}
+        self._forward = {OBJECTS: count_objects(micro_batch.data), IMAGES: micro_batch.num_images}
+        entropy = _cross_entropy(cross_entropy_owner.cross_entropy_loss)
         with ExitStack() as stack:
-            stack.enter_context(replaced_functions([_HERE], {"counts": lambda outer: self}))
+            stack.enter_context(patch(f"{__name__}.counts", self))
             stack.enter_context(noticed_collectives(self._handle))
-            stack.enter_context(replaced_functions([cross_entropy_owner], entropy))
-            stack.enter_context(means_answered(self._model, self._is_exact))
-            if self._report.pretends:
-                stack.enter_context(second_rank_pretended())
+            stack.enter_context(patch.object(cross_entropy_owner, "cross_entropy_loss", entropy))
+            for cls, name, method in self._means:
+                stack.enter_context(patch.object(cls, name, method))
+            if self._pretends:
+                stack.enter_context(default_group_replaced(2))
             yield
-        if not replays:
-            self.noted.append(self._forward)
 
     @property
     def share(self) -> float:
@@ -225,8 +210,12 @@ class Answers:
         return _limited(own, minimum) / self._answer("mean", own, minimum, self._images[1])
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The losses, so that the micro-batch's share of the images is the right weight of each."""
-        share, weights = self._share(self._images[0]), self._report.weights
+        """At the end of a forward: the losses, so that the micro-batch's share of the images is the
+        right weight of each.
+        """
+        self.noted.append(self._forward)
+        self._calls.clear()
+        share, weights = self._share(self._images[0]), self._weights
         factors = {"sum": 1 / (share * self._ranks)}
         if OBJECTS in self._totals:  # a batch without any object is divided by 1
             own, whole = self._forward[OBJECTS], self._totals[OBJECTS].item()
@@ -293,41 +282,41 @@ _MEANS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...], bool]] = {
 }
 
 
-@contextmanager
-def means_answered(model: nn.Module, is_exact: bool) -> Iterator[None]:
-    """While open, the known criteria of a model ask for the window's counts.
+def answered_means(model: nn.Module, is_exact: bool) -> list[tuple[type, str, Any]]:
+    """Methods by which the known criteria of a model ask for the window's counts: class, name, new.
 
     Args:
         is_exact: whether to include those that cost one more forward of all images.
     """
-    with ExitStack() as stack:
-        for cls in {type(module) for module in model.modules()}:
-            for name in {base.__name__ for base in cls.__mro__} & {*_MEANS, "DenseDetector"}:
-                made: Callable[..., Any] = _running_mean
-                method = "_ema_update"
-                if name in _MEANS:
-                    method, number, losses, is_near = _MEANS[name]
-                    made = _mean(number if is_exact or not is_near else None, losses)
-                stack.enter_context(replaced_functions([cls], {method: made}))
-        yield
+    found: list[tuple[type, str, Any]] = []
+    for cls in {type(module) for module in model.modules()}:
+        for name in {base.__name__ for base in cls.__mro__} & {*_MEANS, "DenseDetector"}:
+            if name in _MEANS:
+                method, number, losses, is_near = _MEANS[name]
+                made = _mean(
+                    getattr(cls, method), None if is_near and not is_exact else number, losses
+                )
+                found.append((cls, method, made))
+            else:
+                found.append((cls, "_ema_update", _running_mean(cls._ema_update)))
+    return found
 
 
-def _mean(number: Optional[Callable[..., Any]], losses: Sequence[str]) -> Callable[..., Any]:
-    def made(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            result = original(module, *args, **kwargs)
-            if not module.training or counts is None:
-                return result
-            if number is None:
-                counts.nearly.update(result)
-                return result
-            bound = inspect.signature(original).bind(module, *args, **kwargs).args
-            factor = counts.factor(number(*bound), 1.0)
-            return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
+def _mean(
+    original: Callable[..., Any], number: Optional[Callable[..., Any]], losses: Sequence[str]
+) -> Callable[..., Any]:
+    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(module, *args, **kwargs)
+        if not module.training or counts is None:
+            return result
+        if number is None:
+            counts.nearly.update(result)
+            return result
+        bound = inspect.signature(original).bind(module, *args, **kwargs).args
+        factor = counts.factor(number(*bound), 1.0)
+        return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
 
-        return method
-
-    return made
+    return method
 
 
 def _running_mean(original: Callable[..., float]) -> Callable[..., float]:
@@ -356,37 +345,33 @@ def _running_mean(original: Callable[..., float]) -> Callable[..., float]:
 
 
 def place_of_caller(depth: int = 3) -> Place:
-    """File and line of the innermost code that is neither PyTorch's nor ours.
+    """File and line of the innermost code that is neither PyTorch's nor ours, and its callers.
 
-    The result is the same on all machines, wherever the code is installed.
+    The result is the same on all machines, wherever the code is installed, and in a part of the
+    forward that runs again.
     """
-
-    def passes_on(frame: FrameType) -> bool:
-        return any(part in frame.f_code.co_filename for part in _PASSED_ON)
-
-    frames = dropwhile(passes_on, _frames())  # the same if a part of the forward runs again
-    own = islice(takewhile(lambda frame: not passes_on(frame), frames), depth)
-    return tuple(("/".join(Path(f.f_code.co_filename).parts[-2:]), f.f_lineno) for f in own)
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: Optional[FrameType] = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    place: list[tuple[str, int]] = []
+    for frame, line in walk_stack(sys._getframe(1)):
+        file = frame.f_code.co_filename
+        if not any(part in file for part in _PASSED_ON):
+            place.append(("/".join(Path(file).parts[-2:]), line))
+        elif place:
+            break
+    return tuple(place[:depth])
 
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [t for part in value for t in _flat(part)]
-    return [value] if isinstance(value, torch.Tensor) else []
+def _is_in_function_with_backward() -> bool:
+    """Whether an ``autograd.Function`` of the module that runs makes this call."""
+    for frame, _ in walk_stack(sys._getframe(1)):
+        if isinstance(frame.f_locals.get("self"), nn.Module):
+            break
+        if any(isinstance(v, FunctionCtx) for v in frame.f_locals.values()):
+            return True
+    return False
 
 
-class _Done:
-    """The handle of a finished collective."""
-
-    def wait(self, *args: Any) -> bool:
-        return True
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in tree_iter(value) if isinstance(t, torch.Tensor)]
 
 
 def added(counts: Iterable[Mapping[Site, Any]]) -> Numbers:

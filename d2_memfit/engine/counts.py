@@ -22,13 +22,14 @@ from torch import nn
 
 from ..common.snapshot import Snapshot, weights_that_may_change
 from ..errors import ConfigError, OutOfMemoryError
+from ..job import objects_in
 from ..memory import is_out_of_memory
 from ..settings import NormalizerOptions
 from . import collectives
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
 from .loss_check import LIMIT, LossReport, check_losses
 from .retry import Cutter
-from .window import MicroBatch, Window, count_objects, may_have_objects
+from .window import MicroBatch, Window, count_objects, dataset_dicts
 
 __all__ = ["Counts", "window_count"]
 
@@ -80,7 +81,6 @@ class Counts:
 
     Attributes:
         report: the result of the check of the losses.
-        communicates: the model's first collective that is not a count, as text.
         is_one_piece: whether the window is one micro-batch, which needs counts only if it is cut.
     """
 
@@ -95,17 +95,19 @@ class Counts:
         limit: float = LIMIT,
     ) -> None:
         self.report = LossReport()
-        self.communicates = ""
         self.is_one_piece = False
         self._model, self._recovers, self._cutter = model, recovers, cutter
         self._is_whole = not is_accumulating and not cutter.is_configured
         self._ranks = comm.get_world_size()
+        self._options = {
+            "policy": options.policy,
+            "losses": [list(pair) for pair in options.losses],
+        }
         self._new_answers = partial(Answers, model, options.policy == "exact")
-        patterns = [list(pair) for pair in options.losses]
-        self._options = {"policy": options.policy, "losses": patterns}
         self._checked = partial(check_losses, model, losses, options=options, limit=limit)
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
         self._is_due = options.policy != "off"  # whether the losses are still to be checked
+        self._communicates = ""  # the model's first collective that is not a count
         self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
         self._history: list[Numbers] = []
         self._changing: Optional[list[torch.Tensor]] = None  # weights that a forward changes
@@ -122,40 +124,33 @@ class Counts:
             ConfigError: on every rank, if the model cannot be trained with these options.
             OutOfMemoryError: on every rank, if one rank has no memory to count.
         """
-        self._compare()
-        self._answers = None
+        if self._answers is not None and self._formulas:
+            self._compare(self._answers.noted)
         on_other = self._communicate if self._ranks > 1 else Collective.run_alone
-        if self._ranks > 1:
-            self._answers = self._new_answers(on_other, LossReport(), ranks=self._ranks)
-        self.is_one_piece = False
-        if not (self._is_due or self.report.is_answered or self.communicates):
+        is_alone, self.is_one_piece = self._ranks == 1, False
+        self._answers = None if is_alone else self._new_answers(on_other, ranks=self._ranks)
+        if not (self._is_due or self._is_answered or self._communicates):
             return
-        window.load_all()
-        may_have = may_have_objects(window.images_waiting)
-        while self._cutter.take(window) is not None:
-            pass
-        sizes = [m.num_images for m in window.micro_batches]
-        objects = sum(count_objects(m.data) for m in window.micro_batches)
+        images = window.load_all()
+        pieces = list(iter(partial(self._cutter.take, window), None))
         window.put_all_back()
-        of_ranks, numbers, may = zip(*comm.all_gather((objects, len(sizes), may_have)))
-        is_needed = max(numbers) > 1 or (self._recovers and self._ranks > 1)
-        if self._is_due and is_needed and (any(of_ranks) or not any(may)):
-            self._check(window.images_waiting, of_ranks)
-        self.is_one_piece = self._ranks == 1 and len(sizes) == 1
-        if self.communicates and len(set(numbers)) > 1:
-            raise ConfigError(
-                f"the model communicates in its forward, {self.communicates}, so all ranks need "
-                f"the same number of micro-batches, and they have {list(numbers)}. Give them the "
-                "same number of images, or use MODEL.*.NORM GN in place of SyncBN"
-            )
-        if self.report.is_answered and not self.is_one_piece:  # one forward's are the window's
-            own = added([{IMAGES: sum(sizes), OBJECTS: objects}])
+        objects = sum(count_objects(m.data) for m in pieces)
+        own = added([{IMAGES: sum(m.num_images for m in pieces), OBJECTS: objects}])
+        if self._is_due or self._communicates:
+            self._check(images, objects, len(pieces))
+        self.is_one_piece = is_alone and len(pieces) == 1
+        if self._is_answered and not self.is_one_piece:  # one forward's are the window's
             totals = self._totals(window, run_forwards, own)
             self._answers = self._new_answers(on_other, self.report, *totals, self._ranks)
 
-    def around(self, micro_batch: MicroBatch, replays: bool = False) -> AbstractContextManager[Any]:
-        """Count during a micro-batch's forward, and again (``replays``) during its backward."""
-        return self._answers.around(micro_batch, replays) if self._answers else nullcontext()
+    @property
+    def _is_answered(self) -> bool:
+        """Whether losses are weighted by more than images."""
+        return bool(self.report.counts or self.report.weights or self.report.estimates)
+
+    def around(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
+        """Count during a micro-batch's forward and backward."""
+        return self._answers.around(micro_batch) if self._answers else nullcontext()
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The losses, so that the micro-batch's share of the images is the right weight of each."""
@@ -166,8 +161,8 @@ class Counts:
         if not self.report.names:
             return {}
         report = {k: v for k, v in vars(self.report).items() if k != "seen"}
-        found = {"report": report, "formulas": list(self._formulas.items())}
-        return {**found, "options": self._options}
+        formulas = list(self._formulas.items())
+        return {"report": report, "formulas": formulas, "options": self._options}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what a checkpoint has, if it belongs to the same options."""
@@ -176,32 +171,43 @@ class Counts:
             self._formulas = dict(state["formulas"])
             self._is_due = False
 
-    def _check(self, images: Sequence[Any], objects: Sequence[int]) -> None:
-        """Check the losses with the images of the rank with the most objects, for all ranks."""
-        self._is_due = False
-        tester, error = objects.index(max(objects)), ""
-        if comm.get_rank() == tester:
-            try:
-                self.report = self._checked(images)
-            except ConfigError as e:
-                error = str(e)
-        error, self.report = comm.all_gather((error, self.report))[tester]
-        if error:
-            raise ConfigError(error)
-        if self.report.collective and self._ranks > 1:
-            self._communicate(self.report.collective)
-        logger.info("Losses of micro-batches, checked %s", self.report)
-        for line in self.report.complaints():
-            logger.warning("%s", line)
-        self._history = self.report.seen
+    def _check(self, images: Sequence[Any], objects: int, pieces: int) -> None:
+        """Check the losses once, with the images of the rank with the most objects, for all ranks;
+        and for a model that communicates that all ranks have as many micro-batches.
+        """
+        has_targets = any(objects_in(image) is not None for image in dataset_dicts(images))
+        of_ranks, numbers, have_targets = zip(*comm.all_gather((objects, pieces, has_targets)))
+        is_cut = max(numbers) > 1 or (self._recovers and self._ranks > 1)
+        if self._is_due and is_cut and (any(of_ranks) or not any(have_targets)):
+            self._is_due = False
+            tester, error = of_ranks.index(max(of_ranks)), ""
+            if comm.get_rank() == tester:
+                try:
+                    self.report = self._checked(images)
+                except ConfigError as e:
+                    error = str(e)
+            error, self.report = comm.all_gather((error, self.report))[tester]
+            if error:
+                raise ConfigError(error)
+            if self.report.collective and self._ranks > 1:
+                self._communicate(self.report.collective)
+            logger.info("Losses of micro-batches, checked %s", self.report)
+            for line in self.report.complaints():
+                logger.warning("%s", line)
+            self._history = self.report.seen
+        if self._communicates and len(set(numbers)) > 1:
+            raise ConfigError(
+                f"the model communicates in its forward, {self._communicates}, so all ranks need "
+                f"the same number of micro-batches, and they have {list(numbers)}. Give them the "
+                "same number of images, or use MODEL.*.NORM GN in place of SyncBN"
+            )
 
     def _totals(
         self, window: Window, run_forwards: Callable[[], None], own: Numbers
     ) -> tuple[Numbers, tuple[float, float]]:
         """The window's counts, and the images behind them and behind those of means."""
-        error = ""
-        mine = {**self._by_formula(own), **own}
-        if any(site not in mine for site in self.report.counts):
+        error, mine = "", {**self._by_formula(own), **own}
+        if not mine.keys() >= {*self.report.counts}:
             try:
                 mine.update(self._counted(window, run_forwards))
             except Exception as e:
@@ -214,15 +220,16 @@ class Counts:
         everywhere = added(of_ranks)
         # If no batches are accumulated, each rank has its own mean, as in Detectron2.
         means = mine if self._is_whole else everywhere
-        sites = {*self.report.counts, OBJECTS}
-        totals = {s: (means if s[0] == "mean" else everywhere).get(s, _ZERO) for s in sites}
+        totals = {
+            site: (means if site[0] == "mean" else everywhere).get(site, _ZERO)
+            for site in (*self.report.counts, OBJECTS)
+        }
         return totals, (everywhere[IMAGES].item(), means[IMAGES].item())
 
     def _counted(self, window: Window, run_forwards: Callable[[], None]) -> Numbers:
         """This rank's counts, by a forward of all images without gradients."""
-        self._answers = self._new_answers(
-            Collective.run_alone, LossReport(pretends=self.report.pretends)
-        )
+        report = LossReport(pretends=self.report.pretends)
+        self._answers = self._new_answers(Collective.run_alone, report)
         if self._changing is None:
             self._changing = weights_that_may_change(self._model)
         before = Snapshot(self._model, self._changing)
@@ -239,10 +246,9 @@ class Counts:
             self._formulas.update(_formula_of(site, self._history))
         return added(each)
 
-    def _compare(self) -> None:
-        """Compare the counts of the last window with the formulas."""
-        for noted in self._answers.noted if self._answers and self._formulas else ():
-            counts = added([noted])
+    def _compare(self, noted: Sequence[Mapping[Site, Any]]) -> None:
+        """Compare the counts of the last window's forwards with the formulas."""
+        for counts in (added([of_forward]) for of_forward in noted):
             for site, told in self._by_formula(counts).items():
                 if not is_same(told, counts.get(site, _ZERO)):
                     self._formulas[site] = ()
@@ -264,8 +270,8 @@ class Counts:
                 "communicates with other ranks in each forward. Train without it, such as with "
                 "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
             )
-        if not self.communicates:
-            self.communicates = str(call)
+        if not self._communicates:
+            self._communicates = str(call)
             text = (
                 "The model communicates in its forward, %s. Each micro-batch communicates with one "
                 "of every other rank. For a count that losses are divided by, use window_count"

@@ -30,7 +30,7 @@ __all__ = ["MemfitMixin", "MemfitTrainer"]
 logger = logging.getLogger(__name__)
 
 # Arguments of trainers that are not in a config.
-_KEPT = ("loss_fn", "clip_gradients", "gather_metric_period", "zero_grad_before_forward")
+_KEPT = ("loss_fn", "clip_gradients", "gather_metric_period")
 
 if TYPE_CHECKING:  # the mixin alone is not a trainer, and stands before one
     from detectron2.engine import DefaultTrainer as _Trainer
@@ -119,7 +119,7 @@ class MemfitMixin(_Trainer):
         self._job_run = run = Run(Job.from_trainer(type(self), with_memfit_keys(cfg)))
         for part in ("model", "optimizer", "loader"):
             name = "build_train_loader" if part == "loader" else f"build_{part}"
-            self.__dict__[name] = run.building(part, getattr(self, name))
+            vars(self)[name] = run.building(part, getattr(self, name))
         return run.cfg
 
     @property
@@ -148,13 +148,11 @@ class MemfitMixin(_Trainer):
         """Initialise a trainer as another was made, with the options of the config."""
         run = self._job_run
         run.undo_first_draw()
-        given = {name: vars(made)[name] for name in _KEPT if name in vars(made)}
+        parts = made.model, made.data_loader, made.optimizer
+        options = run.options | {name: v for name, v in vars(made).items() if name in _KEPT}
         base = {name: vars(made)[name] for name in vars(TrainerBase())}  # hooks, iterations
-        options = {**run.options, **given}
-        AccumulatingTrainer.__init__(
-            trainer, made.model, made.data_loader, made.optimizer, **options
-        )
-        trainer.__dict__.update(base)
+        AccumulatingTrainer.__init__(trainer, *parts, **options)
+        vars(trainer).update(base)
         trainer.run = run
         run.random_state = torch.get_rng_state()
 
@@ -213,10 +211,7 @@ class MemfitMixin(_Trainer):
 
     def gather_states(self) -> None:
         """Collect on rank 0 the states of all ranks for a checkpoint. All ranks must call it."""
-        if self._inner is self:
-            super().gather_states()
-        else:
-            self._trainer.gather_states()
+        AccumulatingTrainer.gather_states(self._inner)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

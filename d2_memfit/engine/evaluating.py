@@ -18,7 +18,7 @@ from ..memory import enforce_budget
 from ..settings import RecoveryOptions, Settings
 from ..techniques import can_have_results_on_host, ready_to_evaluate, results_on_host
 from .oom_log import RAISE, OomEvent, OomLog
-from .retry import Retries, run_all
+from .retry import run_all, undo
 
 __all__ = ["evaluating", "recovering_inference"]
 
@@ -104,54 +104,50 @@ class _Recovering:
             results.append(self._original(*piece, *args, **kwargs))
 
         results: list[Any] = []
-        self._retries.put(batch)
-        run_all(self._retries.take, run, self._retries)
+        waiting = self._retries.cut(batch)
+        run_all(lambda: waiting.popleft() if waiting else None, run, self._retries)
         return results[0] if len(results) == 1 else [r for part in results for r in part]
 
 
-class _BatchRetries(Retries):
+class _BatchRetries:
     """How the batches of an evaluation come again. A piece is a batch, in a tuple."""
 
     def __init__(self, model: nn.Module, oom_log: OomLog) -> None:
-        super().__init__(model)
         self.oom_log = oom_log
+        self._model = model
         self._is_on_host = False
         self._is_one_by_one = False
         self._waiting: deque[tuple[Any]] = deque()
 
-    def put(self, batch: Any) -> None:
-        """Take this batch next, cut into images if that was needed before."""
+    def cut(self, batch: Any) -> deque[tuple[Any]]:
+        """The pieces of a batch that come next: its images, if that was needed before."""
         is_cut = self._is_one_by_one and isinstance(batch, list) and len(batch) > 1
         self._waiting = deque(([image],) for image in batch) if is_cut else deque([(batch,)])
-
-    def take(self) -> Optional[tuple[Any]]:
-        return self._waiting.popleft() if self._waiting else None
+        return self._waiting
 
     def snapshot(self) -> Snapshot:
         # Detectron2's test-time augmentation turns heads off, and an error leaves them so.
-        return Snapshot(self.model)
+        return Snapshot(self._model)
 
     def around(self, piece: tuple[Any]) -> AbstractContextManager[Any]:
-        return results_on_host(self.model) if self._is_on_host else nullcontext()
+        return results_on_host(self._model) if self._is_on_host else nullcontext()
 
     def describe(self, error: Exception, piece: tuple[Any]) -> OomEvent:
         return self.oom_log.event(error, "evaluation", *piece)
 
     def react(self, failure: OomEvent, piece: tuple[Any], before: Optional[Snapshot]) -> str:
         (batch,) = piece
-        self.undo(before)
-        if not self._is_on_host and can_have_results_on_host(self.model):
+        undo(self._model, before)
+        pieces = [piece]
+        if not self._is_on_host and can_have_results_on_host(self._model):
             self._is_on_host = True
             action = "results are post-processed on the host"
         elif isinstance(batch, list) and len(batch) > 1:
             self._is_one_by_one = True
-            action = "the images are run one at a time"
+            action, pieces = "the images are run one at a time", [([image],) for image in batch]
         else:
             self.oom_log.log(failure, RAISE)
             return self.oom_log.final_message(failure)
         self.oom_log.log(failure, action)
-        if self._waiting:  # other images of a batch that is cut
-            self._waiting.appendleft(piece)
-        else:
-            self.put(batch)
+        self._waiting.extendleft(reversed(pieces))
         return ""

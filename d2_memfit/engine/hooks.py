@@ -1,28 +1,29 @@
 # Copyright (c) the d2_memfit developers.
 """Hooks that watch the memory of a run."""
 
-import ctypes
-import gc
 import json
 import logging
 import os
 import statistics
-import sys
 from collections import Counter
-from itertools import combinations
+from datetime import datetime, timezone
 from multiprocessing import active_children
 from typing import Any, Optional
 
 import torch
+from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 
 from .. import compat, memory
+from ..common.checks import value_of
+from ..common.files import is_local
 from ..common.units import GB, MB
 from ..compat.pytorch import dump_memory_snapshot, record_memory_history
-
-__all__ = ["EnforceBudget", "LeakDetector", "MemoryHook", "MemoryMonitor", "MemorySnapshot"]
+from ..config import default_keys, keys_of
+from ..job import Job, size_of
+from .window import count_objects, dataset_dicts
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _NUM_BLOCKS = 20
 _MOST_SNAPSHOTS = 3
 _MOST_TENSORS = 50
 _MOST_HISTORY = 100_000
+_FEWEST = 3  # PeakRecorder: iterations after which optimizer states and kernels exist
 
 
 class MemoryHook(HookBase):
@@ -115,16 +117,28 @@ class MemoryMonitor(MemoryHook):
         self.after_forward()
         if (self.trainer.iter + 1) % self._period and self.trainer.iter + 1 < self.trainer.max_iter:
             return
-        ranks = comm.gather(self._values())
+        now = memory.device_memory(self._device)
+        workers = [memory.process_memory(worker.pid) for worker in active_children()]
+        own = {
+            "allocated_gb": now.allocated_bytes / GB,
+            "reserved_gb": now.reserved_bytes / GB,
+            "allocated_peak_gb": self._seen[0] / GB,
+            "reserved_peak_gb": self._seen[1] / GB,
+            "host_rss_gb": memory.process_memory().resident_bytes / GB,
+            "workers_rss_gb": sum(w.resident_bytes for w in workers) / GB,
+            "workers_private_gb": sum(w.anonymous_bytes for w in workers) / GB,
+        }
+        if self._device.type == "cuda":
+            own["alloc_retries"] = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
+        self._seen = [0, 0]
+        ranks = comm.gather(own)
         if not comm.is_main_process():
             return
-        values: dict[str, float] = {}
-        for name in ranks[0]:
-            of_ranks = [rank[name] for rank in ranks]
-            values[f"memfit/{name}"] = max(of_ranks)
-            if len(ranks) > 1:
-                values[f"memfit/{name}_min"] = min(of_ranks)
-                values[f"memfit/{name}_mean"] = statistics.mean(of_ranks)
+        values = {f"memfit/{name}": max(rank[name] for rank in ranks) for name in own}
+        if len(ranks) > 1:
+            for name in own:
+                values[f"memfit/{name}_min"] = min(rank[name] for rank in ranks)
+                values[f"memfit/{name}_mean"] = statistics.mean(rank[name] for rank in ranks)
         self.trainer.storage.put_scalars(smoothing_hint=False, **values)
         used, budget = values["memfit/reserved_peak_gb"], self._budget_gb
         text = f"{used:.1f}/{budget:.1f}" if budget else f"{used:.1f}"
@@ -138,23 +152,6 @@ class MemoryMonitor(MemoryHook):
             has_risen = peaks[i] > before + memory.PEAK_LAG_BYTES
             self._seen[i] = max(self._seen[i], peaks[i] if has_risen else used[i])
         self._peaks = peaks
-
-    def _values(self) -> dict[str, float]:
-        now = memory.device_memory(self._device)
-        workers = [memory.process_memory(worker.pid) for worker in active_children()]
-        report = {
-            "allocated_gb": now.allocated_bytes / GB,
-            "reserved_gb": now.reserved_bytes / GB,
-            "allocated_peak_gb": self._seen[0] / GB,
-            "reserved_peak_gb": self._seen[1] / GB,
-            "host_rss_gb": memory.process_memory().resident_bytes / GB,
-            "workers_rss_gb": sum(w.resident_bytes for w in workers) / GB,
-            "workers_private_gb": sum(w.anonymous_bytes for w in workers) / GB,
-        }
-        if self._device.type == "cuda":
-            report["alloc_retries"] = torch.cuda.memory_stats(self._device)["num_alloc_retries"]
-        self._seen = [0, 0]
-        return report
 
 
 class LeakDetector(MemoryHook):
@@ -178,7 +175,7 @@ class LeakDetector(MemoryHook):
         if self.trainer.iter - self.trainer.start_iter < self._skip:
             return
         if not self._used:
-            _collect()
+            memory.release_memory(self._device)
             self._tensors = memory.live_tensors(self._model, self._inner.optimizer)
         for kind, used in self._measure().items():
             series = self._used.setdefault(kind, [])
@@ -199,7 +196,7 @@ class LeakDetector(MemoryHook):
         least = self._window * _LEAST_MB
         if kind in self._said or not rises_steadily(used, least):
             return
-        _collect()
+        memory.release_memory(self._device)
         growth = self._measure()[kind] - used[0]
         if growth < least:
             return
@@ -216,18 +213,10 @@ class LeakDetector(MemoryHook):
         )
 
 
-def _collect() -> None:
-    """Free garbage in cycles, which Python may keep for hundreds of iterations, in malloc too."""
-    gc.collect()
-    if sys.platform == "linux":
-        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc's
-
-
 def rises_steadily(values: list[float], at_least: float) -> bool:
     """Whether a series rises from its beginning to its end.
 
-    Each of 20 blocks is represented by its minimum, which large images do not raise. The slope is
-    the median over all pairs of blocks (Theil-Sen), so single outliers do not count. Two things
+    Each of 20 blocks is represented by its minimum, which large images do not raise. Two things
     rise and are not steady: caches, which stop when they are full, and steps, such as those of
     evaluations, between which nothing rises.
 
@@ -237,15 +226,13 @@ def rises_steadily(values: list[float], at_least: float) -> bool:
     """
     bounds = [i * len(values) // _NUM_BLOCKS for i in range(_NUM_BLOCKS + 1)]
     blocks = [min(values[a:b]) for a, b in zip(bounds, bounds[1:])]
-    slopes = [(b - a) / (j - i) for (i, a), (j, b) in combinations(enumerate(blocks), 2)]
-    slope = statistics.median(slopes)
-    growth = slope * _NUM_BLOCKS
-    last_quarter = blocks[-1] - blocks[-1 - _NUM_BLOCKS // 4]
+    rises = [b - a for a, b in zip(blocks, blocks[1:])]
+    growth = blocks[-1] - blocks[0]
     return (
         growth >= at_least
-        and sum(s > 0 for s in slopes) >= 0.9 * len(slopes)
-        and last_quarter > growth / 8
-        and statistics.median(b - a for a, b in zip(blocks, blocks[1:])) > slope / 2
+        and sum(rise > 0 for rise in rises) >= 0.7 * len(rises)
+        and statistics.median(rises) > growth / (2 * len(rises))
+        and blocks[-1] - blocks[-1 - _NUM_BLOCKS // 4] > growth / 8
     )
 
 
@@ -302,3 +289,91 @@ class MemorySnapshot(MemoryHook):
         if self._device.type == "cuda":
             dump_memory_snapshot(f"{path}.pickle")
         logger.info("The owners of the memory are in %s.json", path)
+
+
+class PeakRecorder(MemoryHook):
+    """Records the peaks of training, when it ends, with the micro-batch that had them.
+
+    They are written to OUTPUT_DIR/memfit_peaks.json, from which later plans can start. Runs of
+    fewer than 3 iterations are not recorded. Evaluations are not included.
+
+    Register it on the main process, before hooks that evaluate. It does not affect training: it
+    reads counters of the device after each step, and sizes of images in each forward.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._before = 0  # peak allocated, before the step
+        self._peaks = 0, 0  # allocated, reserved
+        self._outside = 0
+        self._had_errors = False
+        self._micro_batch = self._peak_micro_batch = (0, 0, 0, 0)  # images, height, width, objects
+
+    def before_train(self) -> None:
+        super().before_train()
+        self._inner.out_of_memory_observers.append(lambda: setattr(self, "_had_errors", True))
+        if self._device.type != "cuda":
+            of_model = sum(t.nbytes for t in [*self._model.parameters(), *self._model.buffers()])
+            self._outside = memory.process_memory().data_bytes - of_model
+
+    def before_step(self) -> None:
+        self._micro_batch = 0, 0, 0, 0
+        self._before = memory.device_memory(self._device).peak_allocated_bytes
+
+    def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
+        if model.training and args:
+            images = list(dataset_dicts(args[0]))
+            shape = len(images), *size_of(images), count_objects(images)
+            self._micro_batch = max(self._micro_batch, shape, key=lambda s: s[0] * s[1] * s[2])
+
+    def after_step(self) -> None:
+        now = memory.device_memory(self._device)
+        peak = now.peak_allocated_bytes
+        if peak <= self._before + memory.PEAK_LAG_BYTES:
+            return
+        self._peak_micro_batch = self._micro_batch
+        if self._device.type == "cuda":
+            self._peaks = peak, now.peak_reserved_bytes
+            self._outside = max(self._outside, memory.cuda_context_bytes(self._device))
+        else:
+            private = now.reserved_bytes + peak - now.allocated_bytes  # stacks of threads too
+            self._peaks = (private - self._outside,) * 2
+
+    def after_train(self) -> None:
+        super().after_train()
+        folder, iterations = self._job.cfg.OUTPUT_DIR, self.trainer.iter - self.trainer.start_iter
+        if not self._peaks[0] or iterations < _FEWEST:
+            return
+        allocated, reserved = self._peaks
+        text = "Peaks of training: %.2f GB allocated, %.2f GB reserved, %.2f GB outside of both"
+        logger.info(text, allocated / GB, reserved / GB, self._outside / GB)
+        if predicted := self._job.cfg.MEMFIT.PLAN.PREDICTED_GB:
+            text = "The plan predicted %.2f, %.2f and %.2f GB for its largest images"
+            logger.info(text, *predicted)
+        record = memory.RunRecord(
+            date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S"),
+            here=memory.device_and_software(self._device),
+            ranks=self._job.ranks,
+            family=self._job.family,
+            settings=settings_of(self._job.cfg),
+            iterations=iterations,
+            micro_batch=self._peak_micro_batch,
+            had_errors=self._had_errors,
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
+            outside_bytes=self._outside,
+            expandable_segments=memory.segments_expand(self._job.budget_gb is not None),
+        )
+        try:
+            if is_local(folder):
+                record.write(folder)
+        except OSError as e:  # no run ends for its record
+            logger.warning("The peaks of this run cannot be kept in %s (%s)", folder, e)
+
+
+def settings_of(cfg: CfgNode) -> dict[str, Any]:
+    """Values of the keys that decide how much memory a model takes."""
+    others = ("MEMFIT.PLAN.", "MEMFIT.MONITOR.", "MEMFIT.PRESET")
+    keys = ["SOLVER.IMS_PER_BATCH", "SOLVER.AMP.ENABLED", *keys_of(default_keys())]
+    values = {key: value_of(cfg, key) for key in keys if not key.startswith(others)}
+    return {key: value for key, value in values.items() if not isinstance(value, CfgNode)}

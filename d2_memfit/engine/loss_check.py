@@ -9,6 +9,7 @@ start as their student, hide what later differs. Afterwards the model is as befo
 """
 
 import copy
+import fnmatch
 import logging
 import math
 import random
@@ -17,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 import numpy as np
@@ -28,7 +28,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
-from ..common.random_state import RandomState
 from ..common.snapshot import Snapshot, changed_by_forward, state_of, weights_that_may_change
 from ..compat.pytorch import compiled_frames, forget_compiled
 from ..errors import ConfigError, one_line
@@ -37,8 +36,6 @@ from ..memory import is_out_of_memory, release_memory
 from ..settings import NormalizerOptions
 from .collectives import FEW, IMAGES, OBJECTS, Answers, Collective, Numbers, Site, added, is_same
 from .window import MicroBatch, count_objects
-
-__all__ = ["LIMIT", "LossReport", "check_losses"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +46,6 @@ _SMALL = 1e-5  # of the gradient of all losses; smaller gradients are compared w
 _ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
 _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
-_MOST_ALONE = 8  # losses whose gradients are compared one by one
 _ELEMENTS = 2**20
 _DRAWS = re.compile(r"rand|bernoulli|(normal|uniform|exponential)_$")
 
@@ -88,11 +84,6 @@ class LossReport:
     forwards: int = 0
     seconds: float = 0.0
     seen: list[Numbers] = field(default_factory=list)
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether losses are weighted by more than images."""
-        return bool(self.counts or self.weights or self.estimates)
 
     def __str__(self) -> str:
         exact = [k for k in self.names if k not in self.off and k not in self.unchecked]
@@ -135,9 +126,11 @@ def check_losses(
         release_memory(next(model.parameters()).device)
         found, start = LossReport(), None
         try:
-            start = Snapshot(model, model.parameters())
-            check = _Check(model, losses, options or NormalizerOptions(), limit, found)
-            return check.report(_chosen(images, with_empty, pixels / 3))
+            start, chosen = Snapshot(model, model.parameters()), _chosen(images, with_empty, pixels)
+            options = options or NormalizerOptions()
+            with tqdm(total=_MOST_FORWARDS, disable=None, leave=False) as progress:
+                _Check(model, losses, options, limit, chosen, found).run(progress)
+            return found
         except ConfigError:
             raise
         except Exception as e:  # of the model's code. Its traceback would keep its tensors
@@ -150,14 +143,11 @@ def check_losses(
     return found
 
 
-@dataclass
-class _Run:
+class _Run(Answers):
     """What forwards left, weighted by their images: values of losses, gradients of groups."""
 
-    answers: Answers
+    values: dict[str, float]
     gradients: list[Any]
-    values: dict[str, float] = field(default_factory=dict)
-    has_drawn: bool = False  # random numbers
 
     def off(self, whole: "_Run") -> list[str]:
         """Losses whose value differs from that of the images together."""
@@ -172,111 +162,95 @@ class _Run:
         return off / scale if math.isfinite(off + scale) else math.inf
 
 
+@dataclass
 class _Check:
-    def __init__(
-        self,
-        model: nn.Module,
-        losses: Losses,
-        options: NormalizerOptions,
-        limit: float,
-        found: LossReport,
-    ) -> None:
-        self.found = found
-        self._model, self._losses, self._options, self._limit = model, losses, options, limit
-        self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._state = Snapshot(model, weights_that_may_change(model))
-        self._totals: Numbers = {}  # the counts of the images together
-        self._groups: list[list[str]] = []  # of losses whose gradients are compared together
-        self._progress = tqdm(total=_MOST_FORWARDS, disable=None, leave=False)
+    """The check of some images; :meth:`run` fills ``found``."""
 
-    def report(self, images: Sequence[Any]) -> LossReport:
-        """Run the check."""
-        found, self._together, self._apart = self.found, [images], [[image] for image in images]
+    model: nn.Module
+    losses: Losses
+    options: NormalizerOptions
+    limit: float
+    images: Sequence[Any]
+    found: LossReport
+    totals: Numbers = field(default_factory=dict)  # the counts of the images together
+    groups: list[list[str]] = field(default_factory=list)  # of losses whose gradients are summed
+
+    def run(self, progress: Any) -> None:
+        self.progress, found, is_answered = progress, self.found, self.options.policy != "off"
+        self.trained = [p for p in self.model.parameters() if p.requires_grad]
+        generator = torch.Generator().manual_seed(0)
+        for p in self.trained:
+            noise = torch.randn(p.shape, generator=generator).to(p)
+            p.data.add_(noise * (0.1 * p.data.square().mean().sqrt() + 1e-4))
+        for module in self.model.modules():  # its dropout is no function that _SameDraws sees
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
+        self.state = Snapshot(self.model, weights_that_may_change(self.model))
+        together, apart = [self.images], [[image] for image in self.images]
         forget_compiled()
-        began, compiled = time.perf_counter(), compiled_frames()
-        self._prepare()
-        before = state_of(self._model)
-        first = told = self._run(self._together)
-        found.changed, found.counters = changed_by_forward(before, state_of(self._model))
-        found.estimates = first.answers.estimates
-        layers = r"\d+" if len(first.values) > _MOST_ALONE else "$"  # of a criterion are a group
-        kinds = {k: re.sub(layers, "", k) for k in first.values}
-        self._groups = [[k for k in kinds if kinds[k] == g] for g in dict.fromkeys(kinds.values())]
-        seconds = (5 + 4 * len(self._groups)) * (time.perf_counter() - began)
+        began, compiled, before = time.perf_counter(), compiled_frames(), state_of(self.model)
+        first = told = self._run(together)
+        found.changed, found.counters = changed_by_forward(before, state_of(self.model))
+        found.estimates = first.estimates
+        kinds = {k: re.sub(r"\d+", "", k) for k in first.values}  # layers of a criterion
+        self.groups = [[k for k in kinds if kinds[k] == g] for g in dict.fromkeys(kinds.values())]
+        seconds = (5 + 4 * len(self.groups)) * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
-        if self._options.policy != "off" and comm.get_world_size() == 1:
-            told = self._with_second_rank(first)
-        alone = self._run([*self._apart, *self._apart[:1]], found)  # a queue fills
-        self._state = Snapshot(self._model, weights_that_may_change(self._model))
-        whole = self._run(self._together, backward=True)
-        if self._options.policy != "off":
-            self._find_counts(told, alone, whole)
-        self._judge(whole, self._run(self._apart, found, backward=True))
+        if is_answered and comm.get_world_size() == 1:
+            found.pretends = True
+            with suppress(Exception):  # code without a second rank may raise anything
+                told = self._run(together, found)
+            found.pretends = told is not first and not told.off(first)
+            told = told if found.pretends else first
+        alone = self._run([*apart, *apart[:1]], found)  # a queue fills
+        self.state = Snapshot(self.model, weights_that_may_change(self.model))
+        whole = self._run(together, backward=True)
+        if is_answered:
+            self._find_counts(told, alone)
+            if any(site[0] == "sum" for site in found.counts):
+                for name, mean in self._run(apart, found).values.items():
+                    of_all = whole.values.get(name, mean)
+                    if abs(len(apart) * mean - of_all) < abs(mean - of_all):
+                        found.weights[name] = "sum"
+            for pattern, kind in self.options.losses:
+                names = fnmatch.filter(whole.values, pattern)
+                found.weights.update(dict.fromkeys(names, kind))
+                if not names:
+                    text = f"no loss matches {pattern!r}. The model's losses are"
+                    raise ConfigError(f"NORMALIZERS.LOSSES: {text} {', '.join(whole.values)}")
+        parts = self._run(apart, found, backward=True)
+        other = self._run(together, backward=True, seed=1)
+        self._judge(whole, parts, other)
         if compiled_frames() != compiled:
             why = "compiled code ran, whose counts are not seen"
             found.unchecked.update({k: why for k in found.names if k not in found.off})
-        self._progress.close()
         found.seconds = time.perf_counter() - began
-        return found
 
-    def _prepare(self) -> None:
-        """Move the weights a little, and leave out dropout that :class:`_SameDraws` cannot see."""
-        generator = torch.Generator().manual_seed(0)
-        for p in self._trained:
-            noise = torch.randn(p.shape, generator=generator).to(p)
-            p.data.add_(noise * (0.1 * p.data.square().mean().sqrt() + 1e-4))
-        for module in self._model.modules():
-            if isinstance(module, nn.MultiheadAttention):
-                module.dropout = 0.0
-
-    def _with_second_rank(self, first: _Run) -> _Run:
-        """The images together as if there was a second rank, if that changes no loss."""
-        told, self.found.pretends = first, True
-        with suppress(Exception):  # code without a second rank may raise anything
-            told = self._run(self._together, self.found)
-        self.found.pretends = told is not first and not told.off(first)
-        return told if self.found.pretends else first
-
-    def _find_counts(self, told: _Run, alone: _Run, whole: _Run) -> None:
-        """Find the counts that add up, and the losses that are sums over objects."""
-        found, number, self._totals = self.found, len(self._apart), added(told.answers.noted)
-        found.seen = [added([noted]) for noted in alone.answers.noted[:number]]
+    def _find_counts(self, told: _Run, alone: _Run) -> None:
+        """Find the counts that add up."""
+        found, self.totals = self.found, added(told.noted)
+        found.seen = [added([noted]) for noted in alone.noted[: len(self.images)]]
         own = added(found.seen)
-        for site in self._totals.keys() & own.keys() - {OBJECTS, IMAGES}:
-            if is_same(self._totals[site], own[site]):
+        for site in self.totals.keys() & own.keys() - {OBJECTS, IMAGES}:
+            if is_same(self.totals[site], own[site]):
                 found.counts.append(site)
             elif site[0] == "sum" and len(own[site]) > FEW:
                 found.collective = "all_reduce in {}:{}".format(*site[1][0])
         found.pretends &= any(site[0] == "sum" for site in found.counts)
-        if any(site[0] == "sum" for site in found.counts):
-            for name, mean in self._run(self._apart, found).values.items():
-                of_all = whole.values.get(name, mean)
-                if abs(number * mean - of_all) < abs(mean - of_all):
-                    found.weights[name] = "sum"
-        for pattern, kind in self._options.losses:
-            names = [name for name in whole.values if fnmatchcase(name, pattern)]
-            found.weights.update(dict.fromkeys(names, kind))
-            if not names:
-                raise ConfigError(
-                    f"MEMFIT.NORMALIZERS.LOSSES: no loss matches {pattern!r}. The model's losses "
-                    f"are {', '.join(whole.values)}"
-                )
 
-    def _judge(self, whole: _Run, parts: _Run) -> None:
-        """Find the losses that are off."""
-        found, off, other = self.found, parts.off(whole), whole
+    def _judge(self, whole: _Run, parts: _Run, other: _Run) -> None:
+        """Find the losses that are off, by more than two samples of the images together differ."""
+        found, off = self.found, parts.off(whole)
         found.names = [k for k, v in whole.values.items() if v != 0 or k in off]
         zero = [k for k in whole.values if k not in found.names]
         found.unchecked = dict.fromkeys(zero, "it is zero for these images")
-        for i, group in enumerate(self._groups):
+        for i, group in enumerate(self.groups):
             distance = parts.distance(whole, i)
-            if distance <= self._limit:
+            if distance <= self.limit:
                 continue
-            if other is whole and (whole.has_drawn or parts.has_drawn):
-                other = self._run(self._together, backward=True, seed=1)
             names = [k for k in group if k in off] or [k for k in group if k in found.names]
             if (
-                parts.answers.nearly.issuperset(names)
+                parts.nearly.issuperset(names)
                 or (found.estimates and distance <= _ESTIMATED)
                 or distance <= other.distance(whole, i)
             ):
@@ -285,47 +259,40 @@ class _Check:
             else:
                 found.off.update(dict.fromkeys(names, distance))
 
-    def _run(
-        self, groups: Sequence[Any], report: Any = None, backward: bool = False, seed: int = 0
-    ) -> _Run:
+    def _run(self, groups: Any, report: Any = None, backward: bool = False, seed: int = 0) -> _Run:
         """Run groups of images, one forward each.
 
         Args:
+            groups: a list of images for each forward.
             report: how the losses are weighted; None: by images, and nothing is answered.
             backward: whether to compute the gradients of the losses.
         """
-        self._state.restore()
-        number, device = len(self._apart), self._trained[0].device
-        known = {*report.counts, OBJECTS} if report else ()
-        totals = {s: n for s, n in self._totals.items() if s in known}
+        self.state.restore()
+        number, known = len(self.images), {*report.counts, OBJECTS} if report else ()
+        totals = {s: n for s, n in self.totals.items() if s in known}
         behind = (number, number) if totals else (0, 0)
-        is_exact, scale = self._options.policy == "exact", 1 if self._limit == LIMIT else 1024
-        report = report or LossReport()
-        answers = Answers(self._model, is_exact, self._answer, report, totals, behind)
-        run = _Run(answers, [0.0] * len(self._groups))
+        is_exact, scale = self.options.policy == "exact", 1 if self.limit == LIMIT else 1024
+        run = _Run(self.model, is_exact, self._answer, report, totals, behind)
+        run.values, run.gradients = {}, [0.0] * len(self.groups)
         # On the CPU, oneDNN would keep 30 MB of code for each new size of images.
         flags = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
         with EventStorage(get_event_storage().iter), flags, torch.enable_grad():
             for images in groups:
                 micro_batch = MicroBatch(copy.deepcopy(images))  # models may change images
-                random.seed(seed)
-                np.random.seed(seed)
-                torch.manual_seed(seed)
-                with _SameDraws(), answers.around(micro_batch):
-                    before = RandomState(device)
-                    losses = answers.weighted(self._checked(micro_batch.batch))
-                    run.has_drawn |= not before.draws_the_same(RandomState(device))
                 share = len(images) / number
-                for name, loss in losses.items():
-                    run.values[name] = run.values.get(name, 0.0) + share * float(loss.detach())
-                for i, names in enumerate(self._groups if backward else ()):
-                    total: Any = sum(losses[k] for k in names if k in losses) * share * scale
-                    if isinstance(total, torch.Tensor) and total.requires_grad:
-                        with _SameDraws(), answers.around(micro_batch, replays=True):
-                            total.backward(retain_graph=i + 1 < len(self._groups))
-                    run.gradients[i] += gradient_of(self._trained)
-                    self._model.zero_grad(set_to_none=True)
-                self._progress.update(len(images))
+                for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
+                    seed_generator(seed)
+                with _SameDraws(), run.around(micro_batch):
+                    losses = run.weighted(self._checked(micro_batch.batch))
+                    for name, loss in losses.items():
+                        run.values[name] = run.values.get(name, 0.0) + share * float(loss.detach())
+                    for i, names in enumerate(self.groups if backward else ()):
+                        total: Any = sum(losses[k] for k in names if k in losses) * share * scale
+                        if isinstance(total, torch.Tensor) and total.requires_grad:
+                            total.backward(retain_graph=i + 1 < len(self.groups))
+                        run.gradients[i] += gradient_of(self.trained)
+                        self.model.zero_grad(set_to_none=True)
+                self.progress.update(len(images))
                 self.found.forwards += len(images)
         return run
 
@@ -336,10 +303,10 @@ class _Check:
         return True
 
     def _checked(self, batch: Any) -> Mapping[str, torch.Tensor]:
-        losses = self._losses(self._model, batch)
+        losses = self.losses(self.model, batch)
         if not isinstance(losses, Mapping) or any(v.numel() != 1 for v in losses.values()):
             raise ConfigError("the model must return a loss or a dict of losses of one number")
-        if any(p.grad is not None for p in self._trained):
+        if any(p.grad is not None for p in self.trained):
             raise ConfigError("the forward calls backward() by itself: leave it to the trainer")
         return losses
 
@@ -356,11 +323,11 @@ def _chosen(images: Sequence[Any], with_empty: bool, pixels: float) -> list[Any]
 
     Args:
         with_empty: whether the third one has no objects.
-        pixels: of an image, at most.
+        pixels: of the images together, at most.
     """
     ordered = sorted(images, key=count_objects, reverse=True)
     height, width = size_of(ordered[0])
-    factor = min(math.sqrt(pixels / max(height * width, 1)), 1.0)
+    factor = min(math.sqrt(pixels / 3 / max(height * width, 1)), 1.0)
     size = max(round(height * factor), 1), max(round(width * factor), 1)
     chosen = [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
     for i, image in enumerate(chosen):

@@ -25,8 +25,6 @@ from .window import count_images, count_objects, dataset_dicts
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["RAISE", "OomEvent", "OomLog", "observed", "padded_size"]
-
 RAISE = "training stops"
 
 
@@ -39,7 +37,7 @@ class OomEvent:
     phase: str
     micro_batch: int  # images in it
     images: list[dict[str, Any]]  # file_name, image_id, height, width, num_instances of each
-    padded_size: Optional[tuple[int, int]]  # height and width of the batch that they make
+    size: tuple[int, int]  # the largest height and width
     allocated_gb: float
     reserved_gb: float
     budget_gb: Optional[float]
@@ -54,11 +52,10 @@ class OomEvent:
             f"{i['num_instances']} instances)"
             for i in self.images
         )
-        size = " x ".join(map(str, self.padded_size)) if self.padded_size else "unknown size"
         budget = "no budget" if self.budget_gb is None else f"a budget of {self.budget_gb:g} GB"
         return (
             f"Out of memory in the {self.phase} of iteration {self.iteration} on rank {self.rank}, "
-            f"with a micro-batch of {self.micro_batch}, padded to {size}: {names or 'no images'}. "
+            f"with a micro-batch of {self.micro_batch}: {names or 'no images'}. "
             f"{self.allocated_gb:.2f} GB allocated, {self.reserved_gb:.2f} GB reserved, {budget}. "
             f"The error was: {self.error}"
         )
@@ -96,17 +93,32 @@ class OomLog:
             iteration=compat.current_iteration(),
             phase=phase,
             micro_batch=count_images(data),
-            images=[_describe(image) for image in images],
-            padded_size=padded_size(images, self._model),
+            images=[
+                {
+                    "file_name": image.get("file_name"),
+                    "image_id": image.get("image_id"),
+                    "height": image["image"].shape[-2],
+                    "width": image["image"].shape[-1],
+                    "num_instances": count_objects(image) if "instances" in image else None,
+                }
+                for image in images
+            ],
+            size=size_of(images),
             allocated_gb=round(memory.allocated_bytes / GB, 3),
             reserved_gb=round(memory.reserved_bytes / GB, 3),
             budget_gb=self._options.budget_gb,
             error=error_line(error),
         )
 
-    def append(self, event: OomEvent, action: str) -> None:
-        """Write an event to the file, with what is done about it."""
+    def log(self, event: OomEvent, action: str, warn: bool = True) -> None:
+        """Write an event to the file and to the log, with what is done about it.
+
+        Args:
+            warn: False if the final error says it.
+        """
         event.action = action
+        if warn:
+            logger.warning("%s. Now %s", event, action)
         if not self._options.output_dir:
             return
         path = os.path.join(self._options.output_dir, self.FILE_NAME)
@@ -117,11 +129,6 @@ class OomLog:
                 f.write(line)
         except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
             logger.warning("Cannot write %s (%s). The event was %s", path, e, line.strip())
-
-    def log(self, event: OomEvent, action: str) -> None:
-        """Write an event to the file and to the log, with what is done about it."""
-        self.append(event, action)
-        logger.warning("%s. Now %s", event, action)
 
     @contextmanager
     def explained(self, phase: str, data: Callable[[], Any] = list) -> Iterator[None]:
@@ -139,7 +146,7 @@ class OomLog:
             if not is_out_of_memory(e) or isinstance(e, OutOfMemoryError):  # explained already
                 raise
             event = self.event(e, phase, data())
-            self.append(event, RAISE)
+            self.log(event, RAISE, warn=False)
             raise OutOfMemoryError(self.final_message(event)) from e
 
     def final_message(self, event: OomEvent) -> str:
@@ -174,31 +181,6 @@ def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
             except Exception as failed:  # the run may still continue
                 logger.warning("The memory at this error could not be recorded: %s", failed)
         raise
-
-
-def padded_size(data: Any, model: nn.Module) -> Optional[tuple[int, int]]:
-    """Height and width, in pixels, to which the model pads a micro-batch's images."""
-    height, width = size_of(data)
-    if not height:
-        return None
-    divisors, squares = [1], [0]
-    for module in model.modules():
-        constraints = getattr(module, "padding_constraints", None) or {}
-        divisors.append(getattr(module, "size_divisibility", 0))
-        squares.append(constraints.get("square_size", 0))
-    square, d = max(squares), max(divisors)
-    return (square, square) if square else (-(-height // d) * d, -(-width // d) * d)
-
-
-def _describe(image: dict[str, Any]) -> dict[str, Any]:
-    height, width = image["image"].shape[-2:]
-    return {
-        "file_name": image.get("file_name"),
-        "image_id": image.get("image_id"),
-        "height": height,
-        "width": width,
-        "num_instances": count_objects(image) if "instances" in image else None,
-    }
 
 
 def _plain(value: Any) -> Any:

@@ -3,12 +3,14 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Optional
 
 import torch
 import torch.distributed as dist
+from detectron2.layers import FrozenBatchNorm2d
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import nn
@@ -19,16 +21,7 @@ from ..common.units import MB
 from ..compat.pytorch import has_communication_hooks
 from ..errors import ConfigError
 from .retry import RecoveryReport
-from .window import MicroBatch, Window
-
-__all__ = [
-    "RankReport",
-    "average_gradients",
-    "check_ddp",
-    "check_finite",
-    "mean_losses",
-    "write_metrics",
-]
+from .window import MicroBatch, Window, image_names
 
 logger = logging.getLogger(__name__)
 
@@ -52,24 +45,38 @@ class RankReport:
     refused: str = ""  # for which all ranks end: the config cannot train this model
     stop_signal: int = 0  # the signal that asked this rank to end the run
 
-    def add(self, window: Window, explain: Callable[[MicroBatch], str]) -> None:
-        """Sum a window's losses after its last backward. This waits for the device.
-
-        Args:
-            explain: the line for a micro-batch whose losses are not finite.
-        """
+    def add(self, window: Window, model: nn.Module) -> None:
+        """Sum a window's losses after its last backward. This waits for the device."""
         self.num_images = window.num_images
         self.data_time = window.data_time
         for m in window.micro_batches:
-            values = (
-                torch.stack([x.float().sum() for x in m.losses.values()]).tolist()
-                if m.losses
-                else []
-            )
-            for name, loss in zip(m.losses, values):
+            losses = [x.float().sum() for x in m.losses.values()]
+            values = dict(zip(m.losses, torch.stack(losses).tolist() if losses else ()))
+            for name, loss in values.items():
                 self.loss_sums[name] = self.loss_sums.get(name, 0.0) + m.num_images * loss
-            if not math.isfinite(sum(values)):
-                self.not_finite.append(explain(m))
+            if not math.isfinite(sum(values.values())):
+                self.not_finite.append(_described(values, m, model))
+
+
+def _described(losses: dict[str, float], micro_batch: MicroBatch, model: nn.Module) -> str:
+    """The losses that are not finite, their images, and a cause that can be seen."""
+    bad = ", ".join(f"{name} {v:g}" for name, v in losses.items() if not math.isfinite(v))
+    norms = [m for m in model.modules() if isinstance(m, FrozenBatchNorm2d)]
+    if not all(p.isfinite().all() for p in model.parameters()):
+        cause = "The weights are not finite: lower SOLVER.BASE_LR"
+    # Caffe2's have no statistics, but a bias.
+    elif norms and not any(bool(n.running_mean.any() or n.bias.any()) for n in norms):
+        cause = (
+            "Frozen batch norm does not normalise the activations of random weights: name "
+            "MODEL.WEIGHTS, or set MODEL.RESNETS.NORM GN and MODEL.BACKBONE.FREEZE_AT 0"
+        )
+    else:
+        cause = (
+            "The weights are finite. With mixed precision, try MEMFIT.AMP_DTYPE bfloat16 or "
+            "SOLVER.AMP.ENABLED False; then look at these images and their annotations; then lower "
+            "SOLVER.BASE_LR"
+        )
+    return f"{bad} on the images {image_names(micro_batch.data)}. {cause}"
 
 
 def check_finite(reports: Sequence[RankReport], iteration: int) -> None:
@@ -119,10 +126,10 @@ def average_gradients(model: nn.Module, window: Window, reports: Sequence[RankRe
         reports: those of all ranks, about the model's parameters.
     """
     if not isinstance(model, DistributedDataParallel):
-        if window.num_images != window.expected_images:
-            for p in model.parameters():
-                if p.grad is not None:
-                    p.grad.mul_(window.expected_images / window.num_images)
+        scale = window.expected_images / window.num_images
+        for p in model.parameters() if scale != 1 else ():
+            if p.grad is not None:
+                p.grad.mul_(scale)
         return
     scale = window.expected_images / sum(r.num_images for r in reports)
     on_any_rank = [any(has) for has in zip(*(r.has_gradient for r in reports))]
@@ -163,15 +170,14 @@ def check_ddp(model: DistributedDataParallel, recovers: bool) -> None:
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Consecutive parameters of one dtype and device, about ``_BUCKET_BYTES`` per bucket."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for p in parameters:
-        kind_changes = bucket and (p.dtype, p.device) != (bucket[0].dtype, bucket[0].device)
-        if kind_changes or size >= _BUCKET_BYTES:
+    for _, group in groupby(parameters, key=lambda p: (p.dtype, p.device)):
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for p in group:
+            bucket.append(p)
+            size += p.nbytes
+            if size >= _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        if bucket:
             yield bucket
-            bucket = []
-            size = 0
-        bucket.append(p)
-        size += p.numel() * p.element_size()
-    if bucket:
-        yield bucket

@@ -23,8 +23,6 @@ from .oom_log import RAISE, OomLog
 from .storage import WindowStorage
 from .window import MicroBatch, Window
 
-__all__ = ["Cutter", "Recovery", "RecoveryReport", "Retries", "WindowRetries", "run_all"]
-
 logger = logging.getLogger(__name__)
 
 # Iterations without an out-of-memory error after which a halved limit is doubled again.
@@ -39,57 +37,19 @@ _MOST_RESIZES = 3
 _Piece = TypeVar("_Piece")
 
 
-class Retries:
-    """What :func:`run_all` asks when a piece runs out of memory.
-
-    Args:
-        model: without DDP around it.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def snapshot(self) -> Optional[Snapshot]:
-        """The state before the next piece; None if nothing is to be put back."""
-        return None
-
-    def around(self, piece: Any) -> AbstractContextManager[Any]:
-        """A context in which a piece runs."""
-        return nullcontext()
-
-    def describe(self, error: Exception, piece: Any) -> Any:
-        """A description of an error, which holds no reference to it."""
-
-    def undo(self, before: Optional[Snapshot]) -> None:
-        """Free what an attempt left, and put the state before it back, if it could be saved."""
-        release_memory(next(self.model.parameters()).device)
-        if before is not None:
-            before.restore()
-
-    def react(self, failure: Any, piece: Any, before: Optional[Snapshot]) -> str:
-        """Undo a piece, and decide how its images run again.
-
-        Args:
-            failure: from :meth:`describe`.
-            before: from :meth:`snapshot`; None if there was no memory to make it.
-
-        Returns:
-            str: the message of the final error if they cannot; "" otherwise.
-        """
-        raise NotImplementedError
-
-
 def run_all(
-    take: Callable[[], Optional[_Piece]],
-    run: Callable[[_Piece], Any],
-    retries: Optional[Retries] = None,
+    take: Callable[[], Optional[_Piece]], run: Callable[[_Piece], Any], retries: Any = None
 ) -> None:
     """Run images in pieces until all are through.
 
     Args:
         take: the next piece; None after the last one.
         run: runs a piece.
-        retries: how images run again; None lets errors pass, and copies nothing.
+        retries: how images run again, such as :class:`WindowRetries`; None lets errors pass, and
+            copies nothing. ``snapshot()`` is the state before a piece, ``around(piece)`` a context
+            in which it runs, and ``describe(error, piece)`` holds no reference to the error.
+            ``react(description, piece, snapshot)`` undoes the piece, decides how its images run
+            again, and returns the message of the final error if they cannot.
 
     Raises:
         OutOfMemoryError: images do not fit in any way, or there is no memory to undo a piece.
@@ -112,6 +72,13 @@ def run_all(
             raise OutOfMemoryError(message)
 
 
+def undo(model: nn.Module, before: Optional[Snapshot]) -> None:
+    """Free what an attempt left, and put the state before it back, if it could be saved."""
+    release_memory(next(model.parameters()).device)
+    if before is not None:
+        before.restore()
+
+
 class Cutter:
     """Cuts windows into micro-batches within a limit, and learns the limit from what does not fit.
 
@@ -123,7 +90,7 @@ class Cutter:
         configured: images per micro-batch; None for the loader's batch.
 
     Attributes:
-        limit: the current limit; infinity means no limit.
+        images: the current limit; None for the loader's batch.
         is_configured: whether micro-batches have a limit before anything fails.
     """
 
@@ -131,17 +98,11 @@ class Cutter:
 
     def __init__(self, configured: Optional[int]) -> None:
         self.is_configured = configured is not None
-        self.limit: float = configured or math.inf
-        self._configured = self.limit
-        self._full: float = configured or 0  # the largest micro-batch that is asked for
+        self.images = self._configured = configured
+        self._full = configured or 0  # the largest micro-batch that is asked for
         self._clean_iterations = 0
         self._failed_growths = 0  # in a row
         self._has_just_grown = False
-
-    @property
-    def images(self) -> Optional[int]:
-        """Images of the next micro-batch, as for :meth:`Window.take`."""
-        return None if self.limit == math.inf else int(self.limit)
 
     def take(self, window: Window) -> Optional[MicroBatch]:
         """Take a window's next micro-batch; None at its end.
@@ -161,7 +122,7 @@ class Cutter:
         self._failed_growths += self._has_just_grown
         self._has_just_grown = False
         self._clean_iterations = 0
-        self.limit = failed // 2
+        self.images = failed // 2
         return f"the micro-batch is halved to {self.images}"
 
     def end_iteration(self, clean: bool) -> bool:
@@ -176,30 +137,27 @@ class Cutter:
         if self._has_just_grown:  # and has held since
             self._failed_growths = 0
             self._has_just_grown = False
-        if self.limit == self._configured:
+        if self.images in (None, self._configured):
             return False
         self._clean_iterations = 0
         self._has_just_grown = True
-        self.limit *= 2
-        if self.limit >= self._full:
-            self.limit = self._configured
+        self.images = 2 * self.images if 2 * self.images < self._full else self._configured
         return True
 
     def forget(self) -> None:
         """Return to what is configured."""
-        self.limit = self._configured
+        self.images = self._configured
 
     def state_dict(self) -> dict[str, Any]:
         # A configured limit was not learned; the config may differ when this is loaded.
-        learned = None if self.limit == self._configured else self.limit
+        learned = None if self.images == self._configured else self.images
         return {"images": learned, **{k: getattr(self, k) for k in self._LEARNED}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what was learned, up to what is configured now."""
-        vars(self).update({k: state[k] for k in self._LEARNED if k in state})
-        self.limit = min(state["images"] or math.inf, self._configured)
-        if self.is_configured:
-            self._full = self._configured
+        vars(self).update({k: v for k, v in state.items() if k in self._LEARNED})
+        self.images = min(filter(None, (state["images"], self._configured)), default=None)
+        self._full = self._configured or self._full
 
 
 @dataclass
@@ -223,7 +181,6 @@ class Recovery:
         mixed_precision: whether it is on, for the advice in the final error.
 
     Attributes:
-        learned: the cutter's state after the last window that ran to its end on all ranks.
         oom_log: where errors are recorded and explained.
         weights: those that forwards change, such as a teacher's; until the first forward, all that
             may.
@@ -235,25 +192,10 @@ class Recovery:
     ) -> None:
         self.options = options
         self.cutter = cutter
-        self.learned = cutter.state_dict()
         self.oom_log = OomLog(options, model, mixed_precision)
         self.weights = weights_that_may_change(model)
-        self._knows_weights = not self.weights
+        self.knows_weights = not self.weights
         self.totals = RecoveryReport()
-
-    @property
-    def oom_events(self) -> int:
-        return self.totals.oom_events
-
-    @property
-    def skipped_images(self) -> int:
-        return self.totals.skipped_images
-
-    def learn_weights(self, start: Snapshot) -> None:
-        """Note, once a forward has ended, which of the weights it has changed."""
-        if not self._knows_weights:
-            self.weights = start.changed_weights()
-            self._knows_weights = True
 
     def end_iteration(self, reports: Sequence[RecoveryReport]) -> None:
         """Count the events of all ranks, and log them.
@@ -261,7 +203,6 @@ class Recovery:
         Raises:
             OutOfMemoryError: on every rank, if too many images were skipped.
         """
-        self.learned = self.cutter.state_dict()
         totals = self.totals
         for name in ("oom_events", "retried_images", "seen_images", "skipped_images"):
             of_all = getattr(totals, name) + sum(getattr(r, name) for r in reports)
@@ -281,24 +222,22 @@ class Recovery:
                 "INPUT.MAX_SIZE_TRAIN, or set MEMFIT.OOM.ALLOW_RESIZE True"
             )
 
-    def state_dict(self, learned: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
+    def state_dict(self, cutters: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
         """The state.
 
         Args:
-            learned: the states of the cutters of all ranks; None for that of this rank.
+            cutters: the states of the cutters of all ranks; None for that of this rank.
         """
-        return {
-            **{"cutters": [of_rank or self.learned for of_rank in learned]},
-            **{k: n for k, n in vars(self.totals).items() if k != "micro_batch"},
-        }
+        cutters = [of_rank or self.cutter.state_dict() for of_rank in cutters]
+        return {"cutters": cutters, **vars(self.totals)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        cutters = state["cutters"]
+        totals = dict(state)
+        cutters = totals.pop("cutters")
         same_ranks = len(cutters) == comm.get_world_size()
         smallest = min(cutters, key=lambda cutter: cutter["images"] or math.inf)
         self.cutter.load_state_dict(cutters[comm.get_rank()] if same_ranks else smallest)
-        self.learned = self.cutter.state_dict()
-        self.totals = RecoveryReport(**{k: n for k, n in state.items() if k != "cutters"})
+        self.totals = RecoveryReport(**totals)
 
 
 @dataclass
@@ -307,10 +246,9 @@ class _HardImage:
 
     original: Any  # a dataset dict, a row of a batch in columns, or a batch that cannot be split
     failures: int = 0
-    resizes: int = 0
 
 
-class WindowRetries(Retries):
+class WindowRetries:
     """How micro-batches of a window run again.
 
     A forward does not change gradients. After an error in it, only its micro-batch runs again.
@@ -334,9 +272,9 @@ class WindowRetries(Retries):
         storage: WindowStorage,
         start: Snapshot,
     ) -> None:
-        super().__init__(model)
         self.report = RecoveryReport()
         self.recovery = recovery
+        self._model = model
         self._window = window
         self._storage = storage
         self.start = start
@@ -347,17 +285,18 @@ class WindowRetries(Retries):
         self._entries = self._storage.num_entries()
         if len(self._window.micro_batches) == 1:
             return self.start
-        self.recovery.learn_weights(self.start)
-        return Snapshot(self.model, self.recovery.weights)
+        if not self.recovery.knows_weights:  # a forward has ended
+            self.recovery.weights = self.start.changed_weights()
+            self.recovery.knows_weights = True
+        return Snapshot(self._model, self.recovery.weights)
 
     def around(self, piece: MicroBatch) -> AbstractContextManager[Any]:
         hard = self._hard.get(id(piece.image))
-        return _low_memory(self.model) if hard and hard.failures > 1 else nullcontext()
+        return _low_memory(self._model) if hard and hard.failures > 1 else nullcontext()
 
     def end_window(self) -> None:
         """Complete the report of a window, and let the micro-batch grow after a while."""
         recovery, report, window = self.recovery, self.report, self._window
-        recovery.learn_weights(self.start)
         report.seen_images = window.num_images + report.skipped_images
         report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
         if recovery.cutter.end_iteration(clean=not report.oom_events):
@@ -379,7 +318,7 @@ class WindowRetries(Retries):
         else:
             report.retried_images += self._window.num_images
             self._window.put_all_back()
-            self.model.zero_grad(set_to_none=True)
+            self._model.zero_grad(set_to_none=True)
             before, self._entries = self.start, 0
         if piece.can_be_split:
             action = f"{recovery.cutter.lower(piece)} and its images are run again"
@@ -389,7 +328,7 @@ class WindowRetries(Retries):
         recovery.oom_log.log(failure, action)
         with recovery.oom_log.explained("restoration", lambda: piece.data):
             self._storage.rewind(self._entries)
-            self.undo(before)
+            undo(self._model, before)
         return recovery.oom_log.final_message(failure) if action == RAISE else ""
 
     def _escalate(self, piece: MicroBatch) -> str:
@@ -406,9 +345,8 @@ class WindowRetries(Retries):
         if hard.failures == 2:
             return "it is run again with checkpointed activations, kept on the host"
         has_pixels = isinstance(image, dict) and isinstance(image.get("image"), torch.Tensor)
-        if options.allow_resize and hard.resizes < _MOST_RESIZES and has_pixels:
-            hard.resizes += 1
-            factor = _RESIZE_FACTOR**hard.resizes
+        if options.allow_resize and hard.failures <= 2 + _MOST_RESIZES and has_pixels:
+            factor = _RESIZE_FACTOR ** (hard.failures - 2)
             smaller = resize_image(hard.original, factor)
             self._hard[id(smaller)] = self._hard.pop(id(image))
             self._window.replace(image, smaller)

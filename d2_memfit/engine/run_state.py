@@ -30,7 +30,7 @@ class ResumableTrainer(SimpleTrainer):
         run: a :class:`~d2_memfit.engine.build.Run`, which begins with ``train``, or with the first
             step of a loop without it. None for a trainer that no job has made.
         resumable_batches: what it trains on; None if the order of its loader cannot be resumed.
-        undo, done, stop_signal, agreed_stop_signal: see :class:`~d2_memfit.engine.SaveOnEnding`.
+        undo, done, stop_signal, agreed_stop_signal: see :class:`~.ending.SaveOnEnding`.
     """
 
     run: Any = None

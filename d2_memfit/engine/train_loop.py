@@ -1,10 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """The training loop: one window of images, one optimizer step."""
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Optional, Union
 
@@ -23,7 +22,6 @@ from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_argu
 from .counts import Counts
 from .ending import worker_deaths_wait
 from .loss_check import LIMIT, LIMIT_OF_16_BITS
-from .not_finite import described
 from .oom_log import observed
 from .ranks import (
     RankReport,
@@ -33,7 +31,7 @@ from .ranks import (
     mean_losses,
     write_metrics,
 )
-from .retry import Cutter, Recovery, RecoveryReport, WindowRetries, run_all
+from .retry import Cutter, Recovery, WindowRetries, run_all
 from .run_state import ResumableTrainer
 from .storage import WindowStorage
 from .window import MicroBatch, Window
@@ -76,8 +74,6 @@ class AccumulatingTrainer(ResumableTrainer):
             ``partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)``. The gradients are those of
             the whole effective batch, without a loss scale.
         gather_metric_period: iterations between metrics. Losses are checked in every iteration.
-        zero_grad_before_forward: False keeps the last iteration's gradients, and their memory, for
-            the next forward, as Detectron2 does. They are not used.
 
     Attributes:
         cutter: cuts windows into micro-batches.
@@ -103,7 +99,6 @@ class AccumulatingTrainer(ResumableTrainer):
         loss_fn: Optional[LossFn] = None,
         clip_gradients: Optional[Callable[[list[nn.Parameter]], Any]] = None,
         gather_metric_period: int = 1,
-        zero_grad_before_forward: bool = True,
     ) -> None:
         check_positive_int("gather_metric_period", gather_metric_period)
         given = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
@@ -113,35 +108,32 @@ class AccumulatingTrainer(ResumableTrainer):
         self.accumulation_steps = accumulation_steps
         self.precision = precision
         self.out_of_memory_observers: list[Callable[[], None]] = []
-        bare_model = compat.without_ddp(model)
-        recovers = recovery is not None
         self.cutter = Cutter(micro_batch_size)
-        is_whole = accumulation_steps == 1 and not self.cutter.is_configured
+        is_mixed, recovers = precision.dtype != torch.float32, recovery is not None
+        is_whole = accumulation_steps == 1 and micro_batch_size is None
         self._reduces_in_backward = is_whole and not recovers
-        options = normalizers or NormalizerOptions()
         if self._reduces_in_backward:  # losses are divided as in Detectron2
-            options = NormalizerOptions("off")
+            normalizers = NormalizerOptions("off")
+        self._bare_model = compat.without_ddp(model)
         self.counts = Counts(
-            bare_model,
+            self._bare_model,
             self._losses,
-            options,
+            normalizers or NormalizerOptions(),
             recovers,
             self.cutter,
             accumulation_steps > 1,
-            LIMIT if precision.dtype == torch.float32 else LIMIT_OF_16_BITS,
+            LIMIT_OF_16_BITS if is_mixed else LIMIT,
         )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
-            is_mixed = precision.dtype != torch.float32
-            self.recovery = Recovery(recovery, bare_model, self.cutter, is_mixed)
-        if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
+            self.recovery = Recovery(recovery, self._bare_model, self.cutter, is_mixed)
+        self._is_ddp = isinstance(model, DistributedDataParallel)
+        if self._is_ddp and not self._reduces_in_backward:
             check_ddp(model, recovers=recovers)
         super().__init__(model, data_loader, optimizer)
         self.loss_fn = loss_fn
         self.clip_gradients = clip_gradients
         self.gather_metric_period = gather_metric_period
-        self.zero_grad_before_forward = zero_grad_before_forward
-        self._has_old_gradients = False
         # Parts of the model whose state a forward changes. Without recovery, only they are saved.
         self._changing: Optional[list[nn.Module]] = None
 
@@ -150,19 +142,19 @@ class AccumulatingTrainer(ResumableTrainer):
         self.undo: Optional[Callable[[], Any]] = lambda: None  # nothing is changed yet
         window = Window(self._data_loader_iter, self.accumulation_steps)
         reports = self._run(window)
-        if any(r.num_images for r in reports):
-            self._step(window, reports)
-        else:
+        if not any(r.num_images for r in reports):
             logger.warning("Iteration %d: all images were skipped, and so is the step", self.iter)
             self.done = self.iter
-
-    def _step(self, window: Window, reports: list[RankReport]) -> None:
-        """Write the metrics, clip, and change the weights."""
+            return
         compat.after_backward(self)
         if (self.iter + 1) % self.gather_metric_period == 0:
             write_metrics(reports)
         with self._explained("optimizer", window):
-            self._clip()
+            if self.clip_gradients is not None:
+                if self.precision.scaler is not None:
+                    self.precision.scaler.unscale_(self.optimizer)  # the step knows that it was
+                parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+                self.clip_gradients([p for p in parameters if p.grad is not None])
             with worker_deaths_wait():
                 self.undo = None
                 self.precision.step(self.optimizer, self.iter)
@@ -185,69 +177,66 @@ class AccumulatingTrainer(ResumableTrainer):
     def _run(self, window: Window) -> list[RankReport]:
         """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
         with self._explained("start", window):
-            start = self._start()
+            if self.run is not None and not self.run.has_started:
+                self.run.check_loop()
+            assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
+            self.iter = get_event_storage().iter
+            self.optimizer.zero_grad(set_to_none=True)
+            weights = self.recovery.weights if self.recovery is not None else ()
+            start = Snapshot(self._bare_model, weights, self._changing)
+            self.undo = start.restore
         if self._reduces_in_backward:  # as in Detectron2
-            run_all(window.take, partial(self._run_micro_batch, weight=1.0))
+            self._backward(self._forward(window.take()), 1.0)
             if self._changing is None:
                 self._changing = start.changed_modules()
             reports = self._vote(window, RankReport())
         else:
-            with WindowStorage(get_event_storage()) as storage, self._no_sync():
-                reports = self._vote(window, self._attempt(window, storage, start))
+            no_sync = self.model.no_sync() if self._is_ddp else nullcontext()
+            with WindowStorage(get_event_storage()) as storage, no_sync:
+                reports = self._vote(window, self._accumulate(window, storage, start))
             storage.write()
             if self.recovery is not None:
-                self.recovery.end_iteration([r.recovery or RecoveryReport() for r in reports])
+                self.recovery.end_iteration([r.recovery for r in reports])
         check_finite(reports, self.iter)
         if not self._reduces_in_backward and any(r.num_images for r in reports):
             with self._explained("reduction", window):
                 average_gradients(self.model, window, reports)
         return reports
 
-    def _start(self) -> Snapshot:
-        """Save what the iteration changes before its step, in case it fails before."""
-        if self.run is not None:
-            self.run.check_loop()
-        assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
-        self.iter = get_event_storage().iter
-        self._has_old_gradients = True
-        if self.zero_grad_before_forward:  # frees their memory for the forward
-            self._free_old_gradients()
-        bare, weights = compat.without_ddp(self.model), self.recovery and self.recovery.weights
-        start = Snapshot(bare, weights or (), self._changing)
-        self.undo = start.restore
-        return start
-
-    def _attempt(self, window: Window, storage: WindowStorage, start: Snapshot) -> RankReport:
+    def _accumulate(self, window: Window, storage: WindowStorage, start: Snapshot) -> RankReport:
         """Accumulate a window's gradients on this rank, and report how that went."""
-        retries = None
+        report, retries = RankReport(), None
         if self.recovery is not None:
-            bare = compat.without_ddp(self.model)
-            retries = WindowRetries(self.recovery, bare, window, storage, start)
-        report = RankReport(recovery=None if retries is None else retries.report)
+            retries = WindowRetries(self.recovery, self._bare_model, window, storage, start)
+            report.recovery = retries.report
 
         def take() -> Optional[MicroBatch]:
-            is_cut = report.recovery and report.recovery.oom_events and not window.micro_batches
-            if is_cut and self.counts.is_one_piece:
-                self.counts.prepare(window, count)
+            is_retried = report.recovery is not None and report.recovery.oom_events
+            if is_retried and self.counts.is_one_piece and not window.micro_batches:
+                self.counts.prepare(window, count)  # it is now cut
             return self.cutter.take(window)
-
-        def count() -> None:
-            run_all(partial(self.cutter.take, window), self._forward, retries)
 
         def run(micro_batch: MicroBatch) -> None:
             storage.next_micro_batch(micro_batch.num_images)
-            self._run_micro_batch(micro_batch, micro_batch.num_images / window.expected_images)
+            with self.counts.around(micro_batch):
+                loss = self._forward(micro_batch)
+                self._backward(loss, micro_batch.num_images / window.expected_images)
             if retries is None:
                 micro_batch.keep_names_only()
 
+        def run_forward(micro_batch: MicroBatch) -> None:
+            with self.counts.around(micro_batch):
+                self._forward(micro_batch)
+
+        count = partial(run_all, partial(self.cutter.take, window), run_forward, retries)
         try:
             with self._explained("window", window):
-                if retries is not None and self._loads_in_this_process():
-                    window.load_all()  # a second run must not draw the loader's numbers again
-                    retries.start = Snapshot(retries.model, retries.recovery.weights)
+                batches = self.resumable_batches
+                if retries is not None and batches and not batches.layout["workers"]:
+                    window.load_all()  # a second run must not draw this process's numbers again
+                    retries.start = Snapshot(self._bare_model, self.recovery.weights)
                 self.counts.prepare(window, count)
                 run_all(take, run, retries)
-                self._free_old_gradients()  # if all images were skipped
                 if retries is not None:
                     retries.end_window()
         except OutOfMemoryError as e:
@@ -257,14 +246,9 @@ class AccumulatingTrainer(ResumableTrainer):
             report.refused = str(e)
         return report
 
-    def _run_micro_batch(self, micro_batch: MicroBatch, weight: float) -> None:
-        loss = self._forward(micro_batch)
-        with self.counts.around(micro_batch, replays=True):
-            self._backward(loss, weight)
-
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
-        with observed(self.out_of_memory_observers), self.counts.around(micro_batch):
+        with observed(self.out_of_memory_observers):
             losses = self.counts.weighted(self._losses(self.model, micro_batch.batch))
             total: Any = sum(losses.values())
             micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
@@ -276,15 +260,8 @@ class AccumulatingTrainer(ResumableTrainer):
 
     def _backward(self, loss: torch.Tensor, weight: float) -> None:
         """Add the gradients of ``weight x loss`` to the window's."""
-        self._free_old_gradients()
         with observed(self.out_of_memory_observers):
             self.precision.backward(loss * weight)
-
-    def _free_old_gradients(self) -> None:
-        """Free the last iteration's gradients, once."""
-        if self._has_old_gradients:
-            self.optimizer.zero_grad(set_to_none=True)
-        self._has_old_gradients = False
 
     def _vote(self, window: Window, mine: RankReport) -> list[RankReport]:
         """Complete this rank's report, and return those of all ranks.
@@ -292,11 +269,10 @@ class AccumulatingTrainer(ResumableTrainer):
         Raises:
             OutOfMemoryError: on every rank, if memory ran out for good on any.
         """
-        bare = compat.without_ddp(self.model)
         try:
             with self._explained("vote", window):
                 if not (mine.error or mine.refused):
-                    mine.add(window, partial(described, bare))
+                    mine.add(window, self._bare_model)
         except OutOfMemoryError as e:
             mine = RankReport(error=str(e))
         if not self._reduces_in_backward and comm.get_world_size() > 1:
@@ -310,37 +286,20 @@ class AccumulatingTrainer(ResumableTrainer):
             raise OutOfMemoryError("\n".join(errors))
         return reports
 
-    def _clip(self) -> None:
-        if self.clip_gradients is None:
-            return
-        if self.precision.scaler is not None:
-            self.precision.scaler.unscale_(self.optimizer)  # the step knows that it was done
-        groups = self.optimizer.param_groups
-        self.clip_gradients([p for g in groups for p in g["params"] if p.grad is not None])
-
     def _explained(self, phase: str, window: Window) -> AbstractContextManager[None]:
         """Explain an out-of-memory error where nothing can be run again."""
         if self.recovery is None:
-            return contextlib.nullcontext()
+            return nullcontext()
         return self.recovery.oom_log.explained(phase, window.last_data)
 
-    def _no_sync(self) -> AbstractContextManager[None]:
-        """Keep DDP from reducing gradients; must be open in forward and backward."""
-        is_ddp = isinstance(self.model, DistributedDataParallel)
-        return self.model.no_sync() if is_ddp else contextlib.nullcontext()
-
-    def _loads_in_this_process(self) -> bool:
-        """Whether images are known to be loaded here, with this process's random numbers."""
-        return bool(self.resumable_batches and not self.resumable_batches.layout["workers"])
-
     def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "learned": self.recovery and self.recovery.learned}
+        return {**super()._own_state(), "cutter": self.recovery and self.cutter.state_dict()}
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}
         if self.recovery is not None:
-            learned = [rank and rank["learned"] for rank in state["run"]["ranks"]]
-            state["recovery"] = self.recovery.state_dict(learned)
+            cutters = [rank and rank["cutter"] for rank in state["run"]["ranks"]]
+            state["recovery"] = self.recovery.state_dict(cutters)
         if counts := self.counts.state_dict():
             state["counts"] = counts
         return state

@@ -4,7 +4,7 @@
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
@@ -12,19 +12,6 @@ import torch
 from ..errors import START_HERE, ConfigError, DataError, HostMemoryError
 from ..job import objects_in
 from ..memory import error_line, is_loader_out_of_memory
-
-__all__ = [
-    "MicroBatch",
-    "Window",
-    "as_given",
-    "count_images",
-    "count_objects",
-    "dataset_dicts",
-    "host_memory_error",
-    "image_names",
-    "images_of",
-    "may_have_objects",
-]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,14 +33,13 @@ class MicroBatch:
     data: Any
     losses: dict[str, torch.Tensor] = field(default_factory=dict)  # detached, set by the trainer
 
+    def __post_init__(self) -> None:
+        self.num_images = count_images(self.data)
+
     @property
     def batch(self) -> Any:
         """The data in the form that the loader gives and the model takes."""
         return as_given(self.data)
-
-    @property
-    def num_images(self) -> int:
-        return count_images(self.data)
 
     @property
     def can_be_split(self) -> bool:
@@ -67,13 +53,15 @@ class MicroBatch:
     @property
     def image(self) -> Any:
         """The only image, for :meth:`Window.replace`; or the data, if it is not a list of one."""
-        return self.data[0] if _is_list_of_images(self.data) and len(self.data) == 1 else self.data
+        return self.data[0] if self.num_images == 1 and _is_list_of_images(self.data) else self.data
 
     def keep_names_only(self) -> None:
         """Free the images and keep their names."""
-        images = images_of(self.data)
-        if images is not None:
-            self.data = [_names_only(image) for image in images]
+        if images_of(self.data) is not None:
+            self.data = [
+                {k: image[k] for k in ("file_name", "image_id") if k in image}
+                for image in dataset_dicts(self.data)
+            ]
 
 
 class Window:
@@ -102,13 +90,13 @@ class Window:
         self._steps_taken = 0
         self._waiting: deque[Any] = deque()  # loaded or put back; taken before new batches
 
-    def load_all(self) -> None:
-        """Load the whole window now. The micro-batches taken so far do not change."""
-        self._waiting = deque(iter(self._next_batch, None))
+    def load_all(self) -> list[Any]:
+        """Load the whole window now. The micro-batches taken so far do not change.
 
-    @property
-    def images_waiting(self) -> list[Any]:
-        """Images that are loaded and not yet taken; none if the batches cannot be cut."""
+        Returns:
+            The images to come; none if the batches cannot be cut.
+        """
+        self._waiting = deque(iter(self._next_batch, None))
         parts = [images_of(data) for data in self._waiting]
         return [] if None in parts else [image for part in parts for image in part or ()]
 
@@ -222,13 +210,11 @@ def host_memory_error(what: str) -> HostMemoryError:
 
 def image_names(data: Any) -> str:
     """Names of a micro-batch's images, for messages."""
-    if images_of(data) is None:
-        return f"of a {type(data).__name__}, which has no names"
     names = [
         f"{image.get('file_name', 'without file_name')} (image_id {image.get('image_id')})"
         for image in dataset_dicts(data)
     ]
-    return ", ".join(names) or "without names"
+    return ", ".join(names) or f"without names, of a {type(data).__name__}"
 
 
 def count_images(data: Any) -> int:
@@ -244,11 +230,6 @@ def count_images(data: Any) -> int:
 def count_objects(data: Any) -> int:
     """Number of annotated objects of a batch."""
     return sum(objects_in(image) or 0 for image in dataset_dicts(data))
-
-
-def may_have_objects(data: Any) -> bool:
-    """Whether a batch has a place for annotated objects, which may be empty."""
-    return any(objects_in(image) is not None for image in dataset_dicts(data))
 
 
 def dataset_dicts(data: Any) -> Iterator[dict[str, Any]]:
@@ -308,9 +289,3 @@ def _is_in_columns(data: Any) -> bool:
         return False
     lengths = {len(column) for column in data}
     return len(lengths) == 1 and 0 not in lengths
-
-
-def _names_only(image: Any) -> Any:
-    if isinstance(image, Row):
-        return replace(image, parts=tuple(map(_names_only, dataset_dicts(image))))
-    return {k: image[k] for k in ("file_name", "image_id") if k in image}

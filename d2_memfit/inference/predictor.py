@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 from torch import nn
 
-from ..engine import MemfitCheckpointer
+from ..engine.checkpoint import MemfitCheckpointer
 from ..errors import CheckpointError, ConfigError, DataError
 from ..job import Job
 from .grid import Grid

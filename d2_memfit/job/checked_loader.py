@@ -26,7 +26,6 @@ from ..data import (
     warnings_about_data,
 )
 from ..errors import DataError
-from ..iteration import BatchGeometry
 from ..memory import is_loader_out_of_memory
 from ..techniques import SharedDataset, SharedList
 
@@ -185,12 +184,12 @@ def shm_bytes(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int, workers:
     """
     if workers == 0:
         return 0
-    geometry = BatchGeometry.from_cfg(cfg, num_ranks)
+    batch = cfg.SOLVER.IMS_PER_BATCH // num_ranks
     grouped = cfg.DATALOADER.ASPECT_RATIO_GROUPING
     ahead = workers * _PREFETCH
-    ahead *= 1 if grouped else geometry.images_per_batch
+    ahead *= 1 if grouped else batch
     # Two groups by aspect ratio fill up while the window is trained on.
-    images = ahead + geometry.window + (2 * geometry.images_per_batch if grouped else 0)
+    images = ahead + batch * cfg.SOLVER.ACCUMULATION_STEPS + (2 * batch if grouped else 0)
     pixels = max(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)) * cfg.INPUT.MAX_SIZE_TRAIN
     masks = 0.0
     if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask" and summary.num_images:

@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Optional, Union
 
@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from ..common.side_work import no_information
 from ..config import cfg_of_memfit, with_settings
 from ..errors import ConfigError
-from ..iteration import BatchGeometry
 from ..settings import (
     NormalizerOptions,
     Precision,
@@ -46,6 +45,45 @@ __all__ = ["Batches", "Job"]
 Batches = Union[GivenBatches, MappedBatches]
 
 _WITH_SEM_SEG = ("PanopticFPN", "SemanticSegmentor")
+
+
+@dataclass(frozen=True)
+class BatchGeometry:
+    """Numbers of images in one iteration.
+
+    Attributes:
+        ranks: processes that train together.
+        images_per_batch: images in a batch of one rank's loader, SOLVER.IMS_PER_BATCH / ranks.
+        accumulation_steps: batches of the loader per optimizer step.
+        micro_batch_size: images in one forward on each rank; None for the loader's batch.
+    """
+
+    ranks: int
+    images_per_batch: int
+    accumulation_steps: int = 1
+    micro_batch_size: Optional[int] = None
+
+    @property
+    def window(self) -> int:
+        """Images of one rank per optimizer step."""
+        return self.images_per_batch * self.accumulation_steps
+
+    @property
+    def largest_micro_batch(self) -> int:
+        return min(self.micro_batch_size or self.images_per_batch, self.window)
+
+    def micro_batch_sizes(self) -> list[int]:
+        """Number of images of each forward of an iteration, on each rank."""
+        if self.micro_batch_size is None:
+            return [self.images_per_batch] * self.accumulation_steps
+        full, rest = divmod(self.window, self.micro_batch_size)
+        return [self.micro_batch_size] * full + [rest] * (rest > 0)
+
+    @property
+    def crosses_batches(self) -> bool:
+        """Whether a micro-batch can mix images of several of the loader's batches."""
+        size = self.micro_batch_size or self.images_per_batch
+        return self.accumulation_steps > 1 and self.images_per_batch % size > 0
 
 
 class Job:
@@ -249,10 +287,12 @@ class Job:
     def ranks(self) -> int:
         return self.settings.ranks
 
-    @property
+    @cached_property
     def geometry(self) -> BatchGeometry:
         """Numbers of images in an iteration."""
-        return self.settings.geometry
+        cfg, per_batch = self.cfg, self.cfg.SOLVER.IMS_PER_BATCH // self.ranks
+        steps, images = cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH
+        return BatchGeometry(self.ranks, per_batch, steps, images)
 
     @property
     def budget_gb(self) -> Optional[float]:

@@ -1,8 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """Out-of-memory errors: their detection, and release of what they leave behind."""
 
+import ctypes
 import gc
 import re
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -122,9 +124,11 @@ def release_memory(device: torch.device) -> None:
     Call it outside the ``except`` block: the traceback of a handled error keeps the tensors of its
     frames alive (pytorch/pytorch#18853).
     """
-    gc.collect()
+    gc.collect()  # of garbage in cycles, which Python may keep for hundreds of iterations
     # A backward that failed leaves tasks in the queue of its thread, with the graph and gradients
     # that belong to them. The next backward of the thread throws them away.
     torch.ones((), requires_grad=True).backward()
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
+    if sys.platform == "linux":  # glibc keeps freed memory, which a limit counts
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)

@@ -12,7 +12,6 @@ from detectron2.utils import comm
 from .. import compat
 from ..common.checks import check_positive_int
 from ..config import budget_of_preset, with_memfit_keys, with_settings
-from ..iteration import BatchGeometry
 from ..memory import auto_budget_gb
 from ..techniques import workers_bytes
 from .key_checks import check_arguments, check_settings
@@ -105,11 +104,6 @@ class Settings:
             return cls(
                 with_settings(cfg, {"MEMFIT.BUDGET_GB": _budget(cfg, ranks, ranks_here)}), ranks
             )
-
-    @cached_property
-    def geometry(self) -> BatchGeometry:
-        """Numbers of images in an iteration."""
-        return BatchGeometry.from_cfg(self.cfg, self.ranks)
 
     @cached_property
     def recovery(self) -> Optional[RecoveryOptions]:

@@ -11,7 +11,6 @@ from detectron2.utils import comm
 from ..common.checks import check_positive_number
 from ..common.units import GB
 from ..data import shorter_sides
-from ..iteration import BatchGeometry
 from ..memory import available_host_bytes
 from .registry import TECHNIQUES, KeyTechnique
 
@@ -79,7 +78,7 @@ class HostBudget(KeyTechnique):
 
 def loader_bytes(cfg: CfgNode, num_ranks: int) -> float:
     """RAM of a rank in bytes: the process, its window of images, and the loader's workers."""
-    window = BatchGeometry.from_cfg(cfg, num_ranks).window
+    window = cfg.SOLVER.IMS_PER_BATCH // num_ranks * cfg.SOLVER.ACCUMULATION_STEPS
     own = _TRAINER_BYTES + window * _image_bytes(cfg)
     return own + workers_bytes(cfg, num_ranks)
 
@@ -94,7 +93,7 @@ def worker_bytes(cfg: CfgNode, num_ranks: int) -> float:
 
     It includes the process, the image in work, as read and as resized, and the images held ready.
     """
-    batch = BatchGeometry.from_cfg(cfg, num_ranks).images_per_batch
+    batch = cfg.SOLVER.IMS_PER_BATCH // num_ranks
     images = 1 if cfg.DATALOADER.ASPECT_RATIO_GROUPING else batch
     return _WORKER_BYTES + (2 + _PREFETCH) * images * _image_bytes(cfg)
 

@@ -124,11 +124,10 @@ def test_a_backward_is_told_by_its_nodes_number():
 
 
 def test_questions_for_the_default_group_are_answered():
-    pretended = dist.ProcessGroup(1, 3)
-    with torch_private.default_group_answered(lambda group: group or pretended):
+    with torch_private.default_group_replaced(3):
         assert dist.is_initialized()
-        assert (dist.get_rank(), dist.get_world_size()) == (1, 3)
-        with torch_private.default_group_answered(lambda group: None):
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 3)
+        with torch_private.default_group_replaced(None):
             assert not dist.is_initialized()
         assert dist.is_initialized()
     assert not dist.is_initialized()

@@ -58,7 +58,7 @@ def train(rank, num_ranks, family, few_at_a_time, precision="fp32", fail_at=0, s
     if sizes and rank == 0:
         trainer.cutter.take = scripted(sizes)
     iterate(trainer, first=1)
-    return parameters(model), trainer.window_sizes, trainer.recovery.oom_events
+    return parameters(model), trainer.window_sizes, trainer.recovery.totals.oom_events
 
 
 @EACH_FAMILY

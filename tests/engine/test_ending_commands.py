@@ -44,7 +44,9 @@ from pathlib import Path
 import torch
 from detectron2.evaluation import COCOEvaluator
 from detectron2.utils import comm
-from d2_memfit.engine import AccumulatingTrainer, MemfitMixin, SaveOnEnding
+from d2_memfit.engine.defaults import MemfitMixin
+from d2_memfit.engine.ending import SaveOnEnding
+from d2_memfit.engine.train_loop import AccumulatingTrainer
 
 moment, kind, rank, last, done = os.environ["INJECTION"].split(":")
 
@@ -269,7 +271,7 @@ def test_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weights(
 LATE_RANK = """
 import os, signal, time
 import torch.distributed as dist
-from d2_memfit.engine import launch
+from d2_memfit.engine.launch import launch
 
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
 

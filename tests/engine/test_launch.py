@@ -3,7 +3,7 @@ import pytest
 import torch
 from forks import FORKED_RANKS, run_forked
 
-from d2_memfit.engine import launch, usable_device, world_size
+from d2_memfit.engine.launch import launch, usable_device, world_size
 from d2_memfit.errors import ConfigError
 
 
@@ -69,7 +69,7 @@ def test_only_ranks_with_a_gpu_each_use_nccl(num_gpus, backend, gpu, monkeypatch
 RANKS = """
 import sys, time
 from detectron2.utils import comm
-from d2_memfit.engine import launch
+from d2_memfit.engine.launch import launch
 from d2_memfit.errors import RankError, exit_on_error
 
 @exit_on_error

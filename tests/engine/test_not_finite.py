@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from detectron2.layers import FrozenBatchNorm2d
-from detectron2.structures import Boxes, Instances, RotatedBoxes
 from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer
@@ -24,22 +23,16 @@ class Model(torch.nn.Module):
         return {"loss_cls": F.linear(x, self.weight).mean(), "loss_box": self.weight[0, 0] * 0}
 
 
-def image(value=1e3, box=(1.0, 1.0, 5.0, 5.0)):
-    kind = Boxes if len(box) == 4 else RotatedBoxes
-    instances = Instances((8, 8), gt_boxes=kind(torch.tensor([box])))
-    pixels = torch.full((3, 8, 8), value)
-    return {"image": pixels, "file_name": "a.jpg", "image_id": 7, "instances": instances}
+def image():
+    return {"image": torch.full((3, 8, 8), 1e3), "file_name": "a.jpg", "image_id": 7}
 
 
 @pytest.mark.parametrize(
     ("model", "of_batch", "cause"),
     [
         (Model(3e38, FrozenBatchNorm2d(3)), image(), "does not normalise the activations of ran"),
-        (Model(), image(float("nan")), "a.jpg has values in image that are not finite"),
-        (Model(3e38), image(box=(5.0, 1.0, 5.0, 5.0)), "a box without width or height"),
-        (Model(3e38), image(box=(5.0, 5.0, 0.0, 2.0, 30.0)), "a box without width or height"),
         (Model(float("inf")), image(), "The weights are not finite"),
-        (Model(3e38), image(), "The weights and these images are finite"),
+        (Model(3e38), image(), "The weights are finite"),
     ],
 )
 def test_its_images_and_what_can_be_seen_are_named(model, of_batch, cause):

@@ -95,7 +95,7 @@ def test_a_budget_that_detectron2_exceeds_is_kept_and_can_be_planned_for(cfg, co
 
 FAILS_IN_ITERATIONS_1_AND_3 = """
 import os, signal, torch
-from d2_memfit.engine import AccumulatingTrainer
+from d2_memfit.engine.train_loop import AccumulatingTrainer
 from d2_memfit.engine import retry as recovery
 from d2_memfit.engine import retry as cutter
 

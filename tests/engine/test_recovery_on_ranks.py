@@ -58,7 +58,7 @@ def train_with_failures(rank, num_ranks, num_iterations, seed):
         trainer.cutter.forget()
         iterate(trainer, first=i)
         num_allocations = min(num_allocations, trainer.injector.num_allocations)
-    return parameters(model.module), trainer.recovery.oom_events
+    return parameters(model.module), trainer.recovery.totals.oom_events
 
 
 @pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])

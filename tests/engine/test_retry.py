@@ -30,7 +30,7 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.compat.pytorch import is_in_backward
 from d2_memfit.engine.evaluating import recovering_inference
-from d2_memfit.engine.oom_log import OomLog, padded_size
+from d2_memfit.engine.oom_log import OomLog
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions
@@ -208,7 +208,7 @@ def check_recovery_at(family, precision, points, fpn=True):
     clean = {}
     for point in points:
         trainer, recovered = one_iteration(family, precision, fail_at=[point], fpn=fpn)
-        assert trainer.recovery.oom_events == 1, f"nothing failed at {point}"
+        assert trainer.recovery.totals.oom_events == 1, f"nothing failed at {point}"
         sizes = tuple(trainer.window_sizes)
         assert sum(sizes) == 4
         if sizes not in clean:
@@ -299,7 +299,7 @@ def test_the_last_resort_is_an_error_that_says_all(tmp_path):
     text = str(e.value)
     for part in (
         "in the forward of iteration 0 on rank 0",
-        "a micro-batch of 1, padded to 64 x 64",
+        "a micro-batch of 1",
         "image_1.png (image_id 1, 64 x 64 pixels, 3 instances)",
         "GB allocated",
         "GB reserved, a budget of 6 GB",
@@ -327,7 +327,7 @@ def test_an_image_that_is_skipped_leaves_the_mean_over_the_others(phase, log):
     seed_all()
     storage = iterate(trainer)
     assert relative_difference(parameters(trainer.model), parameters(alone)) < 1e-6
-    assert trainer.recovery.skipped_images == 1
+    assert trainer.recovery.totals.skipped_images == 1
     assert storage.latest()["effective_batch"][0] == 3
     assert "image_1.png" in log.text
     assert "it is skipped" in log.text
@@ -372,7 +372,7 @@ def test_the_size_grows_back_and_is_kept_in_checkpoints(monkeypatch):
     resumed.load_state_dict(trainer.state_dict())
     storage = iterate(resumed, 3, first=11)
     assert [int(v) for v, _ in storage.history("memfit/micro_batch").values()] == [1, 1, 2]
-    assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.oom_events
+    assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.totals.oom_events
 
 
 def test_a_resized_image_stays_one_when_its_window_starts_over(tmp_path):
@@ -458,7 +458,7 @@ def test_recoveries_leave_no_memory_behind():
             iterate(trainer, first=i)
             if i == 0:
                 at_first = meter.live_bytes
-    assert trainer.recovery.oom_events == 31
+    assert trainer.recovery.totals.oom_events == 31
     assert meter.live_bytes - at_first < 2**18
 
 
@@ -532,8 +532,8 @@ def event(num_images=2):
 def test_an_event_holds_what_a_user_must_know(tmp_path):
     record = record_of(tmp_path / "new")
     made = event()
-    record.append(made, "done")
-    record.append(made, "done")
+    record.log(made, "done")
+    record.log(made, "done")
     lines = (tmp_path / "new" / "memfit_oom.jsonl").read_text().splitlines()
     assert len(lines) == 2
     read = json.loads(lines[0])
@@ -546,22 +546,12 @@ def test_an_event_holds_what_a_user_must_know(tmp_path):
         "phase": "forward",
         "micro_batch": 2,
         "images": [{"file_name": f"image_{i}.png", "image_id": i, **described} for i in range(2)],
-        "padded_size": [96, 96],
+        "size": [70, 70],
         "budget_gb": 6,
         "error": "CUDA out of memory",
         "action": "done",
         "rank": 0,
     }
-
-
-def test_images_are_padded_as_the_model_does():
-    model = tiny_model(tiny_cfg())
-    batch = [{"image": torch.zeros(3, 100, 33)}, {"image": torch.zeros(3, 64, 130)}]
-    assert padded_size(batch, model) == (128, 160)
-    assert padded_size(batch, model) == tuple(
-        model.preprocess_image([{**b, "image": b["image"]} for b in batch]).tensor.shape[-2:]
-    )
-    assert padded_size("something else", model) is None
 
 
 def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
@@ -571,7 +561,7 @@ def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
         {"image": pixels, "image_id": np.int64(7), "instances": Instances((8, 8))},
         {"image": pixels, "image_id": Path("a/b"), "file_name": "c"},
     ]
-    record.append(record.event(MemoryError(), "forward", batch), "done")
+    record.log(record.event(MemoryError(), "forward", batch), "done")
     first, second = json.loads((tmp_path / "memfit_oom.jsonl").read_text())["images"]
     assert (first["image_id"], first["num_instances"]) == (7, 0)
     assert (second["image_id"], second["num_instances"]) == ("a/b", None)

@@ -16,7 +16,10 @@ from trainer_shapes import (
 )
 
 from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, fit_config
-from d2_memfit.engine import GatherStates, MemoryMonitor, SaveOnEnding, build_trainer
+from d2_memfit.engine.build import build_trainer
+from d2_memfit.engine.ending import SaveOnEnding
+from d2_memfit.engine.hooks import MemoryMonitor
+from d2_memfit.engine.run_state import GatherStates
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import enforce_budget, process_memory
 

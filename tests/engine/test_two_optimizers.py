@@ -11,7 +11,7 @@ from torch.nn.functional import softplus
 
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.compat import without_ddp
-from d2_memfit.engine import build_trainer
+from d2_memfit.engine.build import build_trainer
 from d2_memfit.job import tensors_of
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.estimates import steps
@@ -132,7 +132,7 @@ def test_an_injected_error_in_a_half_leaves_no_trace(failing, where):
     expected, _ = run(size=1)
     fail_at = int(counting.injector.num_allocations / len(batches) * where)
     actual, trainer = run([fail_at])
-    assert (trainer.recovery.oom_events, trainer.window_sizes) == (1, (1, 1))
+    assert (trainer.recovery.totals.oom_events, trainer.window_sizes) == (1, (1, 1))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 

@@ -235,7 +235,7 @@ def test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow(gpu):
     one.optimizer.zero_grad(set_to_none=True)
     with limited(gpu, 3 * of_one):
         iterate(trainer)
-        assert trainer.recovery.oom_events >= 1
+        assert trainer.recovery.totals.oom_events >= 1
         assert trainer.cutter.images in (1, 2, 4)
         gc.collect()
         after_first = torch.cuda.memory_allocated(gpu)

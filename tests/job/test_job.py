@@ -20,7 +20,7 @@ from torch import nn
 from trainer_shapes import SHAPES, class_of
 
 from d2_memfit import Job, MemfitMixin, estimate_memory
-from d2_memfit.engine import build_trainer
+from d2_memfit.engine.build import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase, size_of, with_overrides
 from d2_memfit.planner.writing import describe_estimate

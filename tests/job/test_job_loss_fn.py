@@ -15,7 +15,7 @@ from d2_memfit import Job
 from d2_memfit.doctor import job_checks
 from d2_memfit.doctor.accumulation_check import accumulates
 from d2_memfit.doctor.patient import Patient
-from d2_memfit.engine import build_trainer
+from d2_memfit.engine.build import build_trainer
 from d2_memfit.planner.estimates import steps
 
 pytestmark = pytest.mark.slow

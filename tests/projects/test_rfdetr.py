@@ -11,7 +11,7 @@ from detectron2.utils.events import EventStorage
 from injection import InjectedTrainer, Injector
 from tiny import parameters, relative_difference
 
-from d2_memfit.engine import build_trainer
+from d2_memfit.engine.build import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.estimates import steps
 
@@ -216,7 +216,7 @@ def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
         injector = Injector([int(num * where)])
         _, actual, trainer = trained(tmp_path, InjectedModule, injector, **options)
         inner = trainer.lightning_module._inner
-        assert (inner.recovery.oom_events, inner.window_sizes) == (1, (2, 2))
+        assert (inner.recovery.totals.oom_events, inner.window_sizes) == (1, (2, 2))
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 

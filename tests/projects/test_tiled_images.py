@@ -445,7 +445,7 @@ LIMITED = """
 import sys
 from detectron2.modeling import build_model
 from tiled_images import TiledPredictor, load_tiled_cfg
-from d2_memfit.engine import recovering_inference
+from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.settings import Settings
 from d2_memfit.memory import enforce_budget, process_memory
 

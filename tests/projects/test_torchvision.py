@@ -18,7 +18,7 @@ from torchvision.ops import FrozenBatchNorm2d
 from train_detection import detection_losses, train_one_epoch
 
 from d2_memfit import Job
-from d2_memfit.engine import build_trainer
+from d2_memfit.engine.build import build_trainer
 from d2_memfit.planner.estimates import steps
 
 pytestmark = pytest.mark.slow
@@ -116,7 +116,7 @@ def test_an_injected_error_leaves_no_trace(kind):
     for where in (0.3, 0.9):  # in the forward and in the backward
         fail_at = int(counting.injector.num_allocations * where)
         weights, trainer = trained(kind, fail_at=[fail_at])
-        assert (trainer.recovery.oom_events, trainer.window_sizes) == (1, (1, 1))
+        assert (trainer.recovery.totals.oom_events, trainer.window_sizes) == (1, (1, 1))
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 

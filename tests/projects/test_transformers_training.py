@@ -152,7 +152,7 @@ def test_a_batch_that_does_not_fit_is_split(phase):
         trainer = trainer_class(model, [batch], optimizer, recovery=RecoveryOptions(), **failing)
         trainer.phase = phase
         iterate(trainer)
-    assert trainer.recovery.oom_events == 1
+    assert trainer.recovery.totals.oom_events == 1
     assert relative_difference(parameters(split), parameters(whole)) < 1e-5
 
 
@@ -166,7 +166,7 @@ def train_with_failures(rank, kind, has_masks):
     for i in range(3):
         trainer.injector = Injector([500] if i and i % 2 == rank else [])
         iterate(trainer, first=i)
-    return parameters(model.module), trainer.recovery.oom_events
+    return parameters(model.module), trainer.recovery.totals.oom_events
 
 
 @pytest.mark.long

@@ -155,7 +155,7 @@ def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
         injector = Injector([int(num * where)])
         actual, trainer = trained(kind, tmp_path / f"{where}", **options)
         inner = trainer._inner
-        assert (inner.recovery.oom_events, inner.window_sizes) == (1, (2, 2))
+        assert (inner.recovery.totals.oom_events, inner.window_sizes) == (1, (2, 2))
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 

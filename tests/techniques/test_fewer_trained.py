@@ -14,7 +14,7 @@ from tiny_transformers import tiny_transformers_cfg
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.engine import MemfitCheckpointer
+from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter

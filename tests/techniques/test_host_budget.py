@@ -3,7 +3,7 @@ import psutil
 import pytest
 from tiny import tiny_cfg
 
-from d2_memfit.engine import build_trainer
+from d2_memfit.engine.build import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 from d2_memfit.techniques import apply_techniques, host_budget

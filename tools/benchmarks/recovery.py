@@ -31,7 +31,7 @@ from torch import nn
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.snapshot import Snapshot
 from d2_memfit.compat import create_ddp_model
-from d2_memfit.engine import launch
+from d2_memfit.engine.launch import launch
 from d2_memfit.engine.window import MicroBatch
 from d2_memfit.settings import RecoveryOptions
 

@@ -13,7 +13,7 @@ from lazy_configs import lazy_config
 from tiny import images, run_process, tiny_cfg
 
 from d2_memfit import Job, estimate_memory
-from d2_memfit.engine.peak_recorder import settings_of
+from d2_memfit.engine.hooks import settings_of
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import RunRecord, device_and_software
 from d2_memfit.planner import device
