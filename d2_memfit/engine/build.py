@@ -39,8 +39,7 @@ class Run:
 
     All ways to make a trainer go through it, in this order: it is made, it wraps the functions that
     build the parts (:meth:`building`), it completes the trainer (:meth:`complete`), and it begins
-    with ``train()`` (:meth:`start`) or with the first step of a loop without it
-    (:meth:`check_loop`).
+    with ``train()`` (:meth:`start`).
 
     Args:
         job: its budget is set here.
@@ -49,7 +48,7 @@ class Run:
         cfg: the job's config with the techniques of the part "config".
         options: keyword arguments of :class:`AccumulatingTrainer` that the job's keys ask for.
         not_built: the parts, as ``Technique.part``, whose techniques are not applied yet.
-        has_started: whether hooks were told of the start, or a loop without them was checked.
+        has_started: whether hooks were told of the start.
 
     Raises:
         ConfigError: the job asks for a plan, and was not planned.
@@ -146,21 +145,6 @@ class Run:
         for rank, text in enumerate(texts):
             if text is not None:
                 raise RankError(f"rank {rank} cannot start the run: {text}")
-
-    def check_loop(self) -> None:
-        """Check a loop of ``run_step()``, which calls no hooks, such as a project's ``train``.
-
-        Raises:
-            ConfigError: a key would do nothing in it.
-        """
-        if self.has_started:
-            return
-        self.has_started = True
-        if self.job.cfg.MEMFIT.MONITOR != default_keys().MEMFIT.MONITOR:
-            raise ConfigError(
-                "MEMFIT.MONITOR is on, and a loop of run_step() calls no hooks: train with "
-                "trainer.train(start_iter, max_iter), or leave its keys at their defaults"
-            )
 
     def _start(self, trainer: Any) -> None:
         own = next(iter(checkpointers_of(trainer, Checkpointer)), None)

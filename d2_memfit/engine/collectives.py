@@ -77,8 +77,9 @@ class Collective:
         """Answer as if all ranks had sent what this one sends; return whether that was done."""
         if self.num_ranks == 1:  # a group of this process alone
             return False
-        for tensor in self.tensors if self.scale else ():
-            tensor.detach().mul_(self.scale)
+        if self.scale is not None:
+            for tensor in self.tensors:
+                tensor.detach().mul_(self.scale)
         return self.scale is not None or self.name in ("barrier", "broadcast", "reduce")
 
     def __str__(self) -> str:
@@ -265,7 +266,7 @@ def _limited(own: Number, minimum: float) -> Number:
 # Criteria by the name of their class: the method whose losses are means over elements of the batch;
 # their number, from the module and the method's arguments; the losses, if not all; and whether only
 # MEMFIT.NORMALIZERS.POLICY exact counts them, because images are nearly the right weights.
-_MEANS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...], bool]] = {
+_MEANS: dict[str, tuple[str, Optional[Callable[..., Any]], tuple[str, ...], bool]] = {
     # DiffusionDet and SparseInst: get_loss(loss, outputs, targets, indices, ...)
     "SetCriterionDynamicK": ("get_loss", lambda m, *a: sum(len(t) for _, t in a[3]), (), False),
     "SparseInstCriterion": (
@@ -279,6 +280,8 @@ _MEANS: dict[str, tuple[str, Callable[..., Any], tuple[str, ...], bool]] = {
     "BaseMaskRCNNHead": ("forward", lambda m, *a: sum(map(len, a[1])), (), True),
     "BaseKeypointRCNNHead": ("forward", lambda m, *a: 1, (), True),  # nearly, even then
     "SemSegFPNHead": ("losses", lambda m, *a: (a[1] != m.ignore_value).sum(), (), True),
+    # RetinaNet and FCOS: no mean, but a running mean
+    "DenseDetector": ("_ema_update", None, (), False),
 }
 
 
@@ -290,33 +293,32 @@ def answered_means(model: nn.Module, is_exact: bool) -> list[tuple[type, str, An
     """
     found: list[tuple[type, str, Any]] = []
     for cls in {type(module) for module in model.modules()}:
-        for name in {base.__name__ for base in cls.__mro__} & {*_MEANS, "DenseDetector"}:
-            if name in _MEANS:
-                method, number, losses, is_near = _MEANS[name]
-                made = _mean(
-                    getattr(cls, method), None if is_near and not is_exact else number, losses
-                )
-                found.append((cls, method, made))
-            else:
-                found.append((cls, "_ema_update", _running_mean(cls._ema_update)))
+        for name in {base.__name__ for base in cls.__mro__} & _MEANS.keys():
+            method, number, losses, is_near = _MEANS[name]
+            is_counted = is_exact or not is_near
+            made = _mean(number, losses, is_counted) if number else _running_mean
+            found.append((cls, method, made(getattr(cls, method))))
     return found
 
 
 def _mean(
-    original: Callable[..., Any], number: Optional[Callable[..., Any]], losses: Sequence[str]
+    number: Callable[..., Any], losses: Sequence[str], is_counted: bool
 ) -> Callable[..., Any]:
-    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = original(module, *args, **kwargs)
-        if not module.training or counts is None:
-            return result
-        if number is None:
-            counts.nearly.update(result)
-            return result
-        bound = inspect.signature(original).bind(module, *args, **kwargs).args
-        factor = counts.factor(number(*bound), 1.0)
-        return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
+    def made(original: Callable[..., Any]) -> Callable[..., Any]:
+        def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = original(module, *args, **kwargs)
+            if not module.training or counts is None:
+                return result
+            if not is_counted:
+                counts.nearly.update(result)
+                return result
+            bound = inspect.signature(original).bind(module, *args, **kwargs).args
+            factor = counts.factor(number(*bound), 1.0)
+            return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
 
-    return method
+        return method
+
+    return made
 
 
 def _running_mean(original: Callable[..., float]) -> Callable[..., float]:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
-from torch import nn
 
+from .. import compat
 from ..common.snapshot import Snapshot, weights_that_may_change
 from ..errors import ConfigError, OutOfMemoryError
 from ..job import objects_in
@@ -27,8 +27,7 @@ from ..memory import is_out_of_memory
 from ..settings import NormalizerOptions
 from . import collectives
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
-from .loss_check import LIMIT, LossReport, check_losses
-from .retry import Cutter
+from .loss_check import LIMIT, LIMIT_OF_16_BITS, LossReport, check_losses
 from .window import MicroBatch, Window, count_objects, dataset_dicts
 
 __all__ = ["Counts", "window_count"]
@@ -71,40 +70,30 @@ class Counts:
     """Weights the losses of a trainer's windows, by images or by counts.
 
     Args:
-        model: without DDP around it.
-        losses: called as ``losses(model, batch)``, under the training's autocast.
+        trainer: an ``AccumulatingTrainer``, whose cutter cuts the windows.
         options: which counts are taken over the window.
-        recovers: whether each rank may run images again on its own.
-        cutter: cuts the trainer's windows.
-        is_accumulating: whether a window has several of the loader's batches.
-        limit: relative distance of a gradient that is right.
 
     Attributes:
         report: the result of the check of the losses.
         is_one_piece: whether the window is one micro-batch, which needs counts only if it is cut.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        losses: Callable[[nn.Module, Any], Mapping[str, torch.Tensor]],
-        options: NormalizerOptions,
-        recovers: bool,
-        cutter: Cutter,
-        is_accumulating: bool,
-        limit: float = LIMIT,
-    ) -> None:
+    def __init__(self, trainer: Any, options: NormalizerOptions) -> None:
         self.report = LossReport()
         self.is_one_piece = False
-        self._model, self._recovers, self._cutter = model, recovers, cutter
-        self._is_whole = not is_accumulating and not cutter.is_configured
+        self._cutter, self._recovers = trainer.cutter, trainer.recovery is not None
+        self._is_whole = trainer.accumulation_steps == 1 and not trainer.cutter.is_configured
         self._ranks = comm.get_world_size()
         self._options = {
             "policy": options.policy,
             "losses": [list(pair) for pair in options.losses],
         }
+        self._model = model = compat.without_ddp(trainer.model)
         self._new_answers = partial(Answers, model, options.policy == "exact")
-        self._checked = partial(check_losses, model, losses, options=options, limit=limit)
+        limit = LIMIT if trainer.precision.dtype == torch.float32 else LIMIT_OF_16_BITS
+        self._checked = partial(
+            check_losses, model, trainer.losses_of, options=options, limit=limit
+        )
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
         self._is_due = options.policy != "off"  # whether the losses are still to be checked
         self._communicates = ""  # the model's first collective that is not a count
@@ -160,9 +149,8 @@ class Counts:
         """What was found, in plain types, for a resumed run; empty before the check."""
         if not self.report.names:
             return {}
-        report = {k: v for k, v in vars(self.report).items() if k != "seen"}
-        formulas = list(self._formulas.items())
-        return {"report": report, "formulas": formulas, "options": self._options}
+        found = {"report": vars(self.report), "formulas": list(self._formulas.items())}
+        return {**found, "options": self._options}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what a checkpoint has, if it belongs to the same options."""
@@ -194,7 +182,7 @@ class Counts:
             logger.info("Losses of micro-batches, checked %s", self.report)
             for line in self.report.complaints():
                 logger.warning("%s", line)
-            self._history = self.report.seen
+            self._history, self.report.seen = self.report.seen, []  # checkpoints need none
         if self._communicates and len(set(numbers)) > 1:
             raise ConfigError(
                 f"the model communicates in its forward, {self._communicates}, so all ranks need "

@@ -119,7 +119,7 @@ class MemfitMixin(_Trainer):
         self._job_run = run = Run(Job.from_trainer(type(self), with_memfit_keys(cfg)))
         for part in ("model", "optimizer", "loader"):
             name = "build_train_loader" if part == "loader" else f"build_{part}"
-            vars(self)[name] = run.building(part, getattr(self, name))
+            self.__dict__[name] = run.building(part, getattr(self, name))
         return run.cfg
 
     @property
@@ -152,7 +152,7 @@ class MemfitMixin(_Trainer):
         options = run.options | {name: v for name, v in vars(made).items() if name in _KEPT}
         base = {name: vars(made)[name] for name in vars(TrainerBase())}  # hooks, iterations
         AccumulatingTrainer.__init__(trainer, *parts, **options)
-        vars(trainer).update(base)
+        trainer.__dict__.update(base)
         trainer.run = run
         run.random_state = torch.get_rng_state()
 

@@ -78,52 +78,40 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
     if options is None:
         yield
         return
-    bare = compat.without_ddp(model)
-    retries = _BatchRetries(bare, OomLog(options, bare))
     # Detectron2's test-time augmentation has a __call__ of its own, for one image after another.
     name = "_inference_one_image" if hasattr(model, "_inference_one_image") else "forward"
     own = vars(model).get(name)
-    forward: Any = _Recovering(getattr(model, name), retries)
+    forward = _Recovering(getattr(model, name), compat.without_ddp(model), options)
     setattr(model, name, forward)
     try:
-        with retries.oom_log.explained("evaluation"):
+        with forward.oom_log.explained("evaluation"):
             yield
     finally:
         delattr(model, name) if own is None else setattr(model, name, own)
 
 
 class _Recovering:
-    """In place of a model's forward, also in a copy of the model that is pickled."""
+    """In place of a model's forward, also in a copy of the model that is pickled: batches that do
+    not fit come again. A piece of :func:`run_all` is a batch, in a tuple.
+    """
 
-    def __init__(self, original: Any, retries: "_BatchRetries") -> None:
+    def __init__(self, original: Any, model: nn.Module, options: RecoveryOptions) -> None:
+        self.oom_log = OomLog(options, model)
         self._original = original
-        self._retries = retries
+        self._model = model
+        self._is_on_host = False
+        self._is_one_by_one = False
+        self._waiting: deque[tuple[Any]] = deque()
 
     def __call__(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         def run(piece: tuple[Any]) -> None:
             results.append(self._original(*piece, *args, **kwargs))
 
         results: list[Any] = []
-        waiting = self._retries.cut(batch)
-        run_all(lambda: waiting.popleft() if waiting else None, run, self._retries)
-        return results[0] if len(results) == 1 else [r for part in results for r in part]
-
-
-class _BatchRetries:
-    """How the batches of an evaluation come again. A piece is a batch, in a tuple."""
-
-    def __init__(self, model: nn.Module, oom_log: OomLog) -> None:
-        self.oom_log = oom_log
-        self._model = model
-        self._is_on_host = False
-        self._is_one_by_one = False
-        self._waiting: deque[tuple[Any]] = deque()
-
-    def cut(self, batch: Any) -> deque[tuple[Any]]:
-        """The pieces of a batch that come next: its images, if that was needed before."""
         is_cut = self._is_one_by_one and isinstance(batch, list) and len(batch) > 1
         self._waiting = deque(([image],) for image in batch) if is_cut else deque([(batch,)])
-        return self._waiting
+        run_all(lambda: self._waiting.popleft() if self._waiting else None, run, self)
+        return results[0] if len(results) == 1 else [r for part in results for r in part]
 
     def snapshot(self) -> Snapshot:
         # Detectron2's test-time augmentation turns heads off, and an error leaves them so.
@@ -138,16 +126,13 @@ class _BatchRetries:
     def react(self, failure: OomEvent, piece: tuple[Any], before: Optional[Snapshot]) -> str:
         (batch,) = piece
         undo(self._model, before)
-        pieces = [piece]
+        pieces, action = [piece], RAISE
         if not self._is_on_host and can_have_results_on_host(self._model):
             self._is_on_host = True
             action = "results are post-processed on the host"
         elif isinstance(batch, list) and len(batch) > 1:
             self._is_one_by_one = True
-            action, pieces = "the images are run one at a time", [([image],) for image in batch]
-        else:
-            self.oom_log.log(failure, RAISE)
-            return self.oom_log.final_message(failure)
+            pieces, action = [([image],) for image in batch], "the images are run one at a time"
         self.oom_log.log(failure, action)
         self._waiting.extendleft(reversed(pieces))
-        return ""
+        return self.oom_log.final_message(failure) if action == RAISE else ""

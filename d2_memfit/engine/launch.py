@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Starting the processes of a job, on GPUs or the CPU, or joining those of torchrun."""
 
-import logging
 import multiprocessing
 import os
 import signal
@@ -22,8 +21,6 @@ from ..errors import ConfigError
 from .ending import signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]
-
-logger = logging.getLogger(__name__)
 
 
 def launch(
@@ -131,9 +128,6 @@ def _run_rank(
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_gpus:
         torch.cuda.set_device(local_rank % num_gpus)
-    if 0 < num_gpus < ranks_here and local_rank == 0:
-        text = "%d ranks share the memory of %d GPUs, over gloo. Start as many ranks as GPUs"
-        logger.warning(text, ranks_here, num_gpus)
     store, rank = None, first + local_rank
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if url == "env://" and attempt is not None and ranks_here == num_ranks:

@@ -219,8 +219,10 @@ class _Check:
                     text = f"no loss matches {pattern!r}. The model's losses are"
                     raise ConfigError(f"NORMALIZERS.LOSSES: {text} {', '.join(whole.values)}")
         parts = self._run(apart, found, backward=True)
-        other = self._run(together, backward=True, seed=1)
-        self._judge(whole, parts, other)
+        if any(parts.distance(whole, i) > self.limit for i in range(len(self.groups))):
+            self._judge(whole, parts, self._run(together, backward=True, seed=1))
+        else:
+            self._judge(whole, parts, whole)
         if compiled_frames() != compiled:
             why = "compiled code ran, whose counts are not seen"
             found.unchecked.update({k: why for k in found.names if k not in found.off})
@@ -249,11 +251,9 @@ class _Check:
             if distance <= self.limit:
                 continue
             names = [k for k in group if k in off] or [k for k in group if k in found.names]
-            if (
-                parts.nearly.issuperset(names)
-                or (found.estimates and distance <= _ESTIMATED)
-                or distance <= other.distance(whole, i)
-            ):
+            is_estimated = found.estimates and distance <= _ESTIMATED
+            is_sampled = parts.nearly.issuperset(names) or distance <= other.distance(whole, i)
+            if is_estimated or is_sampled:
                 why = f"{distance:.1g} off, as its sampling or its running mean may make it"
                 found.unchecked.update(dict.fromkeys(names, why))
             else:

@@ -7,8 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from detectron2.utils import comm
@@ -28,37 +27,27 @@ logger = logging.getLogger(__name__)
 RAISE = "training stops"
 
 
-@dataclass
-class OomEvent:
-    """One out-of-memory error. Sizes are in pixels, memory is in GB (2^30 bytes)."""
+class OomEvent(dict[str, Any]):
+    """One out-of-memory error, as in the file. Sizes are in pixels, memory is in GB (2^30 bytes).
 
-    iteration: int
-    # start, window, forward, backward, restoration, vote, reduction, optimizer or evaluation
-    phase: str
-    micro_batch: int  # images in it
-    images: list[dict[str, Any]]  # file_name, image_id, height, width, num_instances of each
-    size: tuple[int, int]  # the largest height and width
-    allocated_gb: float
-    reserved_gb: float
-    budget_gb: Optional[float]
-    error: str
-    action: str = ""  # what was done about it
-    rank: int = field(default_factory=comm.get_rank)
-    time: float = field(default_factory=time.time)  # seconds since 1970
+    The phase is start, window, forward, backward, restoration, vote, reduction, optimizer or
+    evaluation. ``action`` is what was done about it.
+    """
 
     def __str__(self) -> str:
         names = ", ".join(
-            f"{i['file_name']} (image_id {i['image_id']}, {i['height']} x {i['width']} pixels, "
-            f"{i['num_instances']} instances)"
-            for i in self.images
+            "{file_name} (image_id {image_id}, {height} x {width} pixels, {num_instances} "
+            "instances)".format(**image)
+            for image in self["images"]
         )
-        budget = "no budget" if self.budget_gb is None else f"a budget of {self.budget_gb:g} GB"
-        return (
-            f"Out of memory in the {self.phase} of iteration {self.iteration} on rank {self.rank}, "
-            f"with a micro-batch of {self.micro_batch}: {names or 'no images'}. "
-            f"{self.allocated_gb:.2f} GB allocated, {self.reserved_gb:.2f} GB reserved, {budget}. "
-            f"The error was: {self.error}"
+        budget_gb = self["budget_gb"]
+        budget = "no budget" if budget_gb is None else f"a budget of {budget_gb:g} GB"
+        text = (
+            "Out of memory in the {phase} of iteration {iteration} on rank {rank}, with a "
+            "micro-batch of {micro_batch}: {names}. {allocated_gb:.2f} GB allocated, "
+            "{reserved_gb:.2f} GB reserved, {budget}. The error was: {error}"
         )
+        return text.format(**self, names=names or "no images", budget=budget)
 
 
 class OomLog:
@@ -108,6 +97,8 @@ class OomLog:
             reserved_gb=round(memory.reserved_bytes / GB, 3),
             budget_gb=self._options.budget_gb,
             error=error_line(error),
+            rank=comm.get_rank(),
+            time=time.time(),
         )
 
     def log(self, event: OomEvent, action: str, warn: bool = True) -> None:
@@ -116,13 +107,13 @@ class OomLog:
         Args:
             warn: False if the final error says it.
         """
-        event.action = action
+        event["action"] = action
         if warn:
             logger.warning("%s. Now %s", event, action)
         if not self._options.output_dir:
             return
         path = os.path.join(self._options.output_dir, self.FILE_NAME)
-        line = json.dumps(asdict(event), default=_plain) + "\n"
+        line = json.dumps(event, default=_plain) + "\n"
         try:
             PathManager.mkdirs(self._options.output_dir)
             with PathManager.open(path, "a") as f:
@@ -152,10 +143,10 @@ class OomLog:
     def final_message(self, event: OomEvent) -> str:
         """Message of the error that ends a run: what happened, and three things to try next."""
         options = self._options
-        smaller = ["a smaller MEMFIT.MICRO_BATCH"] if event.micro_batch != 1 else []
-        if event.phase == "evaluation":
+        smaller = ["a smaller MEMFIT.MICRO_BATCH"] if event["micro_batch"] != 1 else []
+        if event["phase"] == "evaluation":
             steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
-        elif event.phase in ("forward", "backward"):
+        elif event["phase"] in ("forward", "backward"):
             steps = [*smaller, *([] if self._mixed_precision else ["SOLVER.AMP.ENABLED True"])]
             steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
             steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]

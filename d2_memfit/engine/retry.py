@@ -137,7 +137,7 @@ class Cutter:
         if self._has_just_grown:  # and has held since
             self._failed_growths = 0
             self._has_just_grown = False
-        if self.images in (None, self._configured):
+        if self.images is None or self.images == self._configured:
             return False
         self._clean_iterations = 0
         self._has_just_grown = True

@@ -27,8 +27,7 @@ class ResumableTrainer(SimpleTrainer):
     :class:`GatherStates` does this.
 
     Attributes:
-        run: a :class:`~d2_memfit.engine.build.Run`, which begins with ``train``, or with the first
-            step of a loop without it. None for a trainer that no job has made.
+        run: a :class:`~.build.Run`, which begins with ``train``; None if no job made it.
         resumable_batches: what it trains on; None if the order of its loader cannot be resumed.
         undo, done, stop_signal, agreed_stop_signal: see :class:`~.ending.SaveOnEnding`.
     """

@@ -12,37 +12,23 @@ class WindowStorage(EventStorage):
     """The storage that the model's code gets from ``get_event_storage()`` while a window runs.
 
     Scalars stay here until :meth:`write` gives the run's storage their mean, weighted by images.
-    Images and histograms go to the run's storage at once, for each name from the first micro-batch
-    that has any. ``history``, ``histories`` and ``latest`` prefer the window's values and fall back
-    to those of the run's storage.
+    Images and histograms go to the run's storage at once. ``history``, ``histories`` and ``latest``
+    prefer the window's values and fall back to those of the run's storage.
     """
 
     def __init__(self, storage: EventStorage) -> None:
         super().__init__(storage.iter)
         self._storage = storage
-        self._micro_batch = 0
-        self._num_images = 1
+        self.num_images = 1  # behind the entries to come
         # Each entry of a scalar: its name, the value and its iteration, and the images behind it.
         self._entries: list[tuple[str, tuple[float, int], int]] = []
-        self._first: dict[tuple[str, str], int] = {}  # (kind, name) -> micro-batch
-
-    def next_micro_batch(self, num_images: int) -> None:
-        """Assign later entries to the next micro-batch, which has this many images."""
-        self._micro_batch += 1
-        self._num_images = num_images
+        self.put_image = storage.put_image
+        self.put_histogram = storage.put_histogram
 
     def put_scalar(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         super().put_scalar(name, value, *args, **kwargs)
         full = self._current_prefix + name
-        self._entries.append((full, self._latest_scalars[full], self._num_images))
-
-    def put_image(self, img_name: str, img_tensor: Any) -> None:
-        if self._is_first("image", img_name):
-            self._storage.put_image(img_name, img_tensor)
-
-    def put_histogram(self, hist_name: str, hist_tensor: Any, bins: int = 1000) -> None:
-        if self._is_first("histogram", hist_name):
-            self._storage.put_histogram(hist_name, hist_tensor, bins)
+        self._entries.append((full, self._latest_scalars[full], self.num_images))
 
     def history(self, name: str) -> Any:
         own = super().histories()
@@ -79,6 +65,3 @@ class WindowStorage(EventStorage):
             at = {} if iteration == self.iter else {"cur_iter": iteration}
             hint = self.smoothing_hints()[name]
             self._storage.put_scalar(name, mean, smoothing_hint=hint, **at)
-
-    def _is_first(self, kind: str, name: str) -> bool:
-        return self._first.setdefault((kind, name), self._micro_batch) == self._micro_batch

@@ -21,7 +21,6 @@ from ..job import LossFn, losses_of
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .counts import Counts
 from .ending import worker_deaths_wait
-from .loss_check import LIMIT, LIMIT_OF_16_BITS
 from .oom_log import observed
 from .ranks import (
     RankReport,
@@ -109,28 +108,19 @@ class AccumulatingTrainer(ResumableTrainer):
         self.precision = precision
         self.out_of_memory_observers: list[Callable[[], None]] = []
         self.cutter = Cutter(micro_batch_size)
-        is_mixed, recovers = precision.dtype != torch.float32, recovery is not None
         is_whole = accumulation_steps == 1 and micro_batch_size is None
-        self._reduces_in_backward = is_whole and not recovers
-        if self._reduces_in_backward:  # losses are divided as in Detectron2
-            normalizers = NormalizerOptions("off")
+        self._reduces_in_backward = is_whole and recovery is None
         self._bare_model = compat.without_ddp(model)
-        self.counts = Counts(
-            self._bare_model,
-            self._losses,
-            normalizers or NormalizerOptions(),
-            recovers,
-            self.cutter,
-            accumulation_steps > 1,
-            LIMIT_OF_16_BITS if is_mixed else LIMIT,
-        )
         self.recovery: Optional[Recovery] = None
         if recovery is not None:
+            is_mixed = precision.dtype != torch.float32
             self.recovery = Recovery(recovery, self._bare_model, self.cutter, is_mixed)
-        self._is_ddp = isinstance(model, DistributedDataParallel)
-        if self._is_ddp and not self._reduces_in_backward:
-            check_ddp(model, recovers=recovers)
+        if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
+            check_ddp(model, recovers=recovery is not None)
         super().__init__(model, data_loader, optimizer)
+        if self._reduces_in_backward:  # losses are divided as in Detectron2
+            normalizers = NormalizerOptions("off")
+        self.counts = Counts(self, normalizers or NormalizerOptions())
         self.loss_fn = loss_fn
         self.clip_gradients = clip_gradients
         self.gather_metric_period = gather_metric_period
@@ -177,8 +167,6 @@ class AccumulatingTrainer(ResumableTrainer):
     def _run(self, window: Window) -> list[RankReport]:
         """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
         with self._explained("start", window):
-            if self.run is not None and not self.run.has_started:
-                self.run.check_loop()
             assert self.model.training, "[AccumulatingTrainer] model was changed to eval mode!"
             self.iter = get_event_storage().iter
             self.optimizer.zero_grad(set_to_none=True)
@@ -186,17 +174,17 @@ class AccumulatingTrainer(ResumableTrainer):
             start = Snapshot(self._bare_model, weights, self._changing)
             self.undo = start.restore
         if self._reduces_in_backward:  # as in Detectron2
-            self._backward(self._forward(window.take()), 1.0)
+            run_all(window.take, lambda batch: self._backward(self._forward(batch), 1.0))
             if self._changing is None:
                 self._changing = start.changed_modules()
             reports = self._vote(window, RankReport())
         else:
-            no_sync = self.model.no_sync() if self._is_ddp else nullcontext()
+            no_sync = getattr(self.model, "no_sync", nullcontext)()
             with WindowStorage(get_event_storage()) as storage, no_sync:
                 reports = self._vote(window, self._accumulate(window, storage, start))
             storage.write()
             if self.recovery is not None:
-                self.recovery.end_iteration([r.recovery for r in reports])
+                self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
         check_finite(reports, self.iter)
         if not self._reduces_in_backward and any(r.num_images for r in reports):
             with self._explained("reduction", window):
@@ -217,7 +205,7 @@ class AccumulatingTrainer(ResumableTrainer):
             return self.cutter.take(window)
 
         def run(micro_batch: MicroBatch) -> None:
-            storage.next_micro_batch(micro_batch.num_images)
+            storage.num_images = micro_batch.num_images
             with self.counts.around(micro_batch):
                 loss = self._forward(micro_batch)
                 self._backward(loss, micro_batch.num_images / window.expected_images)
@@ -234,7 +222,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 batches = self.resumable_batches
                 if retries is not None and batches and not batches.layout["workers"]:
                     window.load_all()  # a second run must not draw this process's numbers again
-                    retries.start = Snapshot(self._bare_model, self.recovery.weights)
+                    retries.start = Snapshot(self._bare_model, retries.recovery.weights)
                 self.counts.prepare(window, count)
                 run_all(take, run, retries)
                 if retries is not None:
@@ -249,12 +237,13 @@ class AccumulatingTrainer(ResumableTrainer):
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of a forward's losses. Each loss is kept in the micro-batch, too."""
         with observed(self.out_of_memory_observers):
-            losses = self.counts.weighted(self._losses(self.model, micro_batch.batch))
+            losses = self.counts.weighted(self.losses_of(self.model, micro_batch.batch))
             total: Any = sum(losses.values())
             micro_batch.losses = {name: loss.detach() for name, loss in losses.items()}
             return total
 
-    def _losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
+    def losses_of(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
+        """The losses of a forward, by name."""
         with self.precision.autocast():
             return losses_of(model, batch, self.loss_fn)
 

@@ -217,13 +217,13 @@ def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monke
 
 
 def test_the_losses_are_checked_once_for_all_lines(monkeypatch):
-    checks, report = [], loss_check._Check.report
+    checks, run = [], loss_check._Check.run
 
-    def counted(check, images):
-        checks.append(len(images))
-        return report(check, images)
+    def counted(check, progress):
+        checks.append(len(check.images))
+        return run(check, progress)
 
-    monkeypatch.setattr(loss_check._Check, "report", counted)
+    monkeypatch.setattr(loss_check._Check, "run", counted)
     job = Job.from_cfg(tiny_cfg("faster_rcnn"))
     findings = {finding.what: finding for finding in examine(job)}
     assert all(f.is_well for what, f in findings.items() if "recovery" in what)

@@ -14,7 +14,7 @@ from detectron2.utils import comm
 from resumed import coins_cfg
 from tiny import read_metrics
 
-from d2_memfit import AccumulatingTrainer
+from d2_memfit import compat
 from d2_memfit.cli import train as command
 from d2_memfit.common.files import FolderLock
 from d2_memfit.config import load_cfg
@@ -87,14 +87,14 @@ def test_budget_and_monitor_work_on_two_ranks(coins, tmp_path, two_ranks):
 
 def act_before_steps(monkeypatch, act):
     """Call a function with the iteration before each step; return the iterations of the steps."""
-    original, made = AccumulatingTrainer._step, []
+    original, made = compat.after_backward, []
 
-    def step(self, *args):
-        act(self.iter)
-        original(self, *args)
-        made.append(self.iter)
+    def after_backward(trainer):
+        act(trainer.iter)
+        original(trainer)
+        made.append(trainer.iter)
 
-    monkeypatch.setattr(AccumulatingTrainer, "_step", step)
+    monkeypatch.setattr(compat, "after_backward", after_backward)
     return made
 
 

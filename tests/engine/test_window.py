@@ -173,6 +173,6 @@ def test_an_out_of_memory_error_names_them():
     image = {"image": torch.zeros(3, 4, 6), "image_id": 7, "file_name": "7.png"}
     oom_log = OomLog(RecoveryOptions(), torch.nn.Linear(1, 1))
     event = oom_log.event(MemoryError(), "forward", ([image, image], [image, image]))
-    assert event.micro_batch == 2
-    assert [i["image_id"] for i in event.images] == [7] * 4
-    assert event.padded_size == (4, 6)
+    assert event["micro_batch"] == 2
+    assert [i["image_id"] for i in event["images"]] == [7] * 4
+    assert event["size"] == (4, 6)
