@@ -181,6 +181,7 @@ class Recovery:
         mixed_precision: whether it is on, for the advice in the final error.
 
     Attributes:
+        learned: the cutter's state after the last window that ran to its end on all ranks.
         oom_log: where errors are recorded and explained.
         weights: those that forwards change, such as a teacher's; until the first forward, all that
             may.
@@ -192,6 +193,7 @@ class Recovery:
     ) -> None:
         self.options = options
         self.cutter = cutter
+        self.learned = cutter.state_dict()
         self.oom_log = OomLog(options, model, mixed_precision)
         self.weights = weights_that_may_change(model)
         self.knows_weights = not self.weights
@@ -203,6 +205,7 @@ class Recovery:
         Raises:
             OutOfMemoryError: on every rank, if too many images were skipped.
         """
+        self.learned = self.cutter.state_dict()
         totals = self.totals
         for name in ("oom_events", "retried_images", "seen_images", "skipped_images"):
             of_all = getattr(totals, name) + sum(getattr(r, name) for r in reports)
@@ -228,7 +231,7 @@ class Recovery:
         Args:
             cutters: the states of the cutters of all ranks; None for that of this rank.
         """
-        cutters = [of_rank or self.cutter.state_dict() for of_rank in cutters]
+        cutters = [of_rank or self.learned for of_rank in cutters]
         return {"cutters": cutters, **vars(self.totals)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -237,6 +240,7 @@ class Recovery:
         same_ranks = len(cutters) == comm.get_world_size()
         smallest = min(cutters, key=lambda cutter: cutter["images"] or math.inf)
         self.cutter.load_state_dict(cutters[comm.get_rank()] if same_ranks else smallest)
+        self.learned = self.cutter.state_dict()
         self.totals = RecoveryReport(**totals)
 
 

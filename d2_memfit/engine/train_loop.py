@@ -282,7 +282,7 @@ class AccumulatingTrainer(ResumableTrainer):
         return self.recovery.oom_log.explained(phase, window.last_data)
 
     def _own_state(self) -> dict[str, Any]:
-        return {**super()._own_state(), "cutter": self.recovery and self.cutter.state_dict()}
+        return {**super()._own_state(), "cutter": self.recovery and self.recovery.learned}
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}

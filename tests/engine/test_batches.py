@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """The order of the data, without a model."""
 
-import gc
 import io
 import multiprocessing
 import os
@@ -9,7 +8,6 @@ import random
 import signal
 from collections import Counter
 from itertools import islice
-from multiprocessing.process import BaseProcess
 
 import numpy as np
 import pytest
@@ -190,56 +188,10 @@ def test_what_is_not_known_is_named():
         ResumableBatches(loader)
 
 
-def test_another_dataset_is_refused():
-    state = ResumableBatches(loader_of())
-    loader = loader_of("RepeatFactorTrainingSampler")
-    with pytest.raises(ValueError, match="23 images by a TrainingSampler then, 23 images by a Rep"):
-        ResumableBatches(loader).load_state_dict(state.stream(), [state.state()])
-
-
-def test_an_error_of_the_loader_ends_nothing():
-    """As with Detectron2's own, who catches the error can go on."""
-    loader = loader_of()
-    loader.dataset.dataset._map_func = fails_once = FailsOnce()
-    batches = ResumableBatches(loader)
-    with pytest.raises(OSError, match="unreadable"):
-        [next(batches) for _ in range(9)]
-    assert fails_once.calls == 7
-
-
 class Repeated(TrainingSampler):
     def __iter__(self):
         for index in super().__iter__():
             yield from [index] * 3
-
-
-class FailsOnce:
-    calls = 0
-
-    def __call__(self, image):
-        self.calls += 1
-        if self.calls == 7:
-            raise OSError("unreadable")
-        return image
-
-
-def test_workers_end_at_once_with_batches_in_a_cycle(monkeypatch):
-    """As those of a trainer, whose hooks know it. PyTorch then waits 5 s for each worker."""
-    waited_for = []
-    join = BaseProcess.join
-
-    def noted_join(process, timeout=None):
-        join(process, timeout)
-        waited_for.append(process.exitcode)
-
-    gc.collect()  # what other tests left
-    monkeypatch.setattr(BaseProcess, "join", noted_join)
-    batches = ResumableBatches(loader_of(num_workers=2))
-    next(batches)
-    batches.cycle = batches
-    del batches
-    gc.collect()
-    assert waited_for == [0, 0]
 
 
 class Signalled(Mapper):

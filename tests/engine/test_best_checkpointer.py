@@ -4,22 +4,19 @@
 import contextlib
 import os
 import random
-import shutil
 import signal
 
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from resumed import coins_cfg
 from test_docs import blocks
-from tiny import ROOT, parameters
+from tiny import ROOT
 
 import d2_memfit
 from d2_memfit import MemfitTrainer
-from d2_memfit.data import register_coco
 
 pytestmark = pytest.mark.slow
 
@@ -77,42 +74,6 @@ def test_the_lines_of_the_page_keep_the_best(coins, tmp_path, monkeypatch):
     run(trainer_of_the_page(monkeypatch), cfg_of(tmp_path, max_iter=5))
     assert iteration_of(tmp_path / "model_best.pth") == 1
     assert iteration_of(tmp_path / "model_final.pth") == 4
-
-
-def test_the_last_can_be_the_best_and_the_run_goes_on_from_it(coins, tmp_path, monkeypatch):
-    run(trainer_of_the_page(monkeypatch), cfg_of(tmp_path, max_iter=6))
-    assert iteration_of(tmp_path / "model_best.pth") == 5
-    assert (tmp_path / "last_checkpoint").read_text() == "model_best.pth"
-    trainer = MemfitTrainer(cfg_of(tmp_path, max_iter=8))
-    trainer.resume_or_load(resume=True)
-    assert trainer.start_iter == 6
-
-
-def train_on_rank(rank, coins, cfg, resume):
-    """The first iteration of a rank, and its weights after the last."""
-    if "coins_train" not in DatasetCatalog:
-        register_coco("coins_train", str(coins / "train.json"), str(coins / "train"))
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        trainer = run(trainer_of_the_page(monkeypatch), cfg, resume)
-    return trainer.start_iter, parameters(trainer.model)
-
-
-@pytest.mark.parametrize("shares_states", [False, True])
-def test_all_ranks_go_on_from_the_best(coins, tmp_path, two_ranks, shares_states):
-    """Also if the best alone is saved, with optimizer states that all ranks have to send."""
-    keys = {"SOLVER.IMS_PER_BATCH": 4, "SOLVER.CHECKPOINT_PERIOD": 100}
-    keys["MEMFIT.OPTIMIZER.ZERO"] = shares_states
-    folders = tmp_path / "straight", tmp_path / "resumed"
-    straight, resumed = (cfg_of(folder, max_iter=5, **keys) for folder in folders)
-    expected = two_ranks.run(train_on_rank, coins, straight, False)
-    folders[1].mkdir()
-    shutil.copy(folders[0] / "model_best.pth", folders[1])
-    (folders[1] / "last_checkpoint").write_text("model_best.pth")
-    actual = two_ranks.run(train_on_rank, coins, resumed, True)
-    for rank in (0, 1):
-        assert actual[rank][0] == 2
-        weights, others = expected[rank][1], actual[rank][1]
-        assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 class Drawing(Trainer):

@@ -136,49 +136,6 @@ def test_only_counts_that_no_rule_tells_cost_a_forward(kind, per_window):
     assert len(forwards) - 2 * first == per_window
 
 
-def test_fp16_and_bf16_autocast_follow_too():
-    images = images_of()
-    divide, options = CUTS["4 x 1"]
-    full, _ = gradients(Detr, [[window] for window in images], torch.float32, precision="bf16")
-    windows = list(map(divide, images))
-    actual, _ = gradients(Detr, windows, torch.float32, precision="bf16", **options)
-    assert max(differences(actual, full)) < 2e-2
-
-
-def test_a_model_that_does_something_else_with_ranks_is_left_alone(log):
-    class Doubles(Detr):
-        def forward(self, batch):
-            losses = super().forward(batch)
-            return {k: loss * get_world_size() for k, loss in losses.items()}
-
-    images = images_of()
-    divide, options = CUTS["4 x 1"]
-    windows = list(map(divide, images))
-    off = gradients(Doubles, windows, normalizers=NORMALIZERS["off"], **options)[1]
-    on = gradients(Doubles, windows, **options)[1]
-    assert "loss_bbox: " in log.text
-    for one, other in zip(on, off):  # its weighted mean is the window's all the same
-        assert one["loss_bbox"] == pytest.approx(other["loss_bbox"])
-
-
-class GathersOnRanks(Detr):
-    def forward(self, batch):
-        if dist.is_initialized():
-            gathered = [torch.zeros(1) for _ in range(dist.get_world_size())]
-            dist.all_gather(gathered, torch.ones(1))
-        return super().forward(batch)
-
-
-def test_on_one_rank_a_model_that_communicates_is_as_it_was():
-    images = images_of()
-    divide, options = CUTS["4 x 1"]
-    windows = list(map(divide, images))
-    ones = gradients(GathersOnRanks, windows, **options)[1]
-    others = gradients(Detr, windows, normalizers=NORMALIZERS["off"], **options)[1]
-    for one, other in zip(ones, others):
-        assert one["loss_bbox"] == pytest.approx(other["loss_bbox"])
-
-
 class LaterCount(Detector):
     """Its count is that of the objects at first. Later a crowded image counts once more."""
 

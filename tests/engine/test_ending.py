@@ -80,7 +80,7 @@ def add(trainer, moment, act):
     elif moment == "last hook":
         trainer.register_hooks([hooks.CallbackHook(after_step=lambda _: act())])
     else:
-        before(trainer, {"start": "_start", "vote": "_vote"}[moment])
+        before(trainer, {"start": "_explained", "vote": "_vote"}[moment])
 
 
 def run(rank, folder, start, moment="", cause="", iteration=None, signalled_rank=0):
@@ -243,33 +243,9 @@ def test_in_the_last_iteration_a_run_that_ends_early_is_not_evaluated(tmp_path):
     assert not evaluated
 
 
-def test_a_hook_that_fails_after_a_failed_run_does_not_hide_why(tmp_path):
-    failing = hooks.CallbackHook(after_train=lambda _: {}["lost"])
-    assert isinstance(ended_toy(tmp_path, at(3, fail), failing)[1], Injected)
-    assert resumed(tmp_path, size=50)[1] == 2
-
-
 def test_a_signal_after_the_last_images_has_its_status_and_the_run_is_complete(tmp_path):
     trainer, error = ended_toy(tmp_path, hooks.CallbackHook(after_train=stop))
     assert (error.code, trainer.iter) == (143, 10)
-
-
-def test_a_run_within_the_handling_of_an_error_ends_well(tmp_path, log):
-    """As that of a loop which trains again with other keys after an error. Handlers stay."""
-    came, evaluated = [], []
-    former = signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
-    try:
-        fail()
-    except Injected:
-        trainer, checkpointer = trainer_of(tmp_path, size=50)
-        send = at(1, lambda _: os.kill(os.getpid(), signal.SIGUSR2))
-        evaluation = hooks.EvalHook(0, lambda: evaluated.append(1))
-        trainer.register_hooks([send, evaluation, SaveOnEnding(checkpointer)])
-        trainer.train(0, 3)
-    finally:
-        signal.signal(signal.SIGUSR2, former)
-    assert (came, evaluated) == ([signal.SIGUSR2], [1])
-    assert "ended the run" not in log.text
 
 
 def test_a_last_save_that_fails_is_said(tmp_path, log):

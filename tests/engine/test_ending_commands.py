@@ -5,13 +5,10 @@ import contextlib
 import functools
 import itertools
 import os
-import random
 import re
-import shutil
 import signal
 import time
 
-import psutil
 import pytest
 import torch
 from forks import FORKED_RANKS, Forked
@@ -204,68 +201,6 @@ def test_a_command_ends_with_a_line_and_goes_on_to_the_same_weights(
     assert status == 0, shown
     assert "copypaste" in shown
     assert all(torch.equal(final_weights(folder)[k], v) for k, v in expected.items())
-
-
-ENDINGS = {signal.SIGKILL: 3, signal.SIGTERM: 2, signal.SIGINT: 1, signal.SIGHUP: 1}  # and weights
-LATE = r"iter: 1[45] |Start inference on"  # of 16 iterations; the evaluation after them, too
-
-
-def end_at_random(job, printed, is_late, rng):
-    """End a job, or one of its ranks, at a moment after training starts; return how."""
-    seen = LATE if is_late else "Starting training" if rng.random() < 0.9 else ""
-    while not re.search(seen, printed.read_text()) and job.poll() is None:
-        time.sleep(0.02)
-    time.sleep(rng.uniform(0, 1.5 if is_late else 5))
-    number = rng.choices(list(ENDINGS), ENDINGS.values())[0]
-    target = rng.choice(("job", "all", "rank 0", "rank 1"))
-    was_running = job.poll() is None
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, IndexError):
-        children = psutil.Process(job.pid).children()
-        ranks = [c for c in children if "resource_tracker" not in " ".join(c.cmdline())]
-        if target == "all":
-            os.killpg(job.pid, number)
-        else:
-            os.kill(job.pid if target == "job" else ranks[int(target[-1])].pid, number)
-    status, _ = finish(job)
-    return f"{signal.Signals(number).name} to {target}: {status}" if was_running else ""
-
-
-@pytest.mark.exhaustive
-def test_runs_on_two_ranks_that_end_at_random_moments_have_the_same_weights(
-    coins, straight_runs, tmp_path
-):
-    """Six endings, or as many as ENDINGS says.
-
-    Half of them are of resumed runs. A third are of runs with evaluations, and a third in the last
-    two iterations or the evaluation after them. Where a rank was lost in an iteration, the first
-    one does not know its random states: then the run only has to be completed.
-    """
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a job ignores it where this does, as in nohup
-    rng, printed = random.Random(int(os.environ.get("SEED", "0"))), tmp_path / "printed"
-    keys = {"SOLVER.MAX_ITER": 16, "SOLVER.CHECKPOINT_PERIOD": 6}
-    kinds = [keys, {**keys, "TEST.EVAL_PERIOD": 3}]
-    done, num_unknown = [], 0
-    while len(done) < int(os.environ.get("ENDINGS", "6")):
-        number = len(done)
-        kind = kinds[number // 2 % 3 == 2]
-        command = command_of(tmp_path, coins, f"run{number}", 2, **kind)
-        is_known = True
-        for is_late in (number % 3 == 0, number % 3 == 1):
-            printed.write_text("")
-            ending = end_at_random(start(command, printed), printed, is_late, rng)
-            done += [ending] if ending else []
-            print(len(done), "late" if is_late else "", ending, flush=True)
-            if (tmp_path / f"run{number}" / "last_checkpoint").exists():
-                is_known &= last_checkpoint(tmp_path / f"run{number}")[1]
-                assert is_known or "SIGKILL to rank 1" in done[-1] or ending == "", done
-        assert finish(start(command, printed))[0] == 0, printed.read_text()[-4000:]
-        actual, expected = final_weights(tmp_path / f"run{number}"), straight_runs(2, **kind)
-        is_same = all(torch.equal(actual[key], expected[key]) for key in expected)
-        num_unknown += not is_known
-        assert is_same or not is_known, done
-        print("same" if is_same else "other", "states known" if is_known else "", flush=True)
-        shutil.rmtree(tmp_path / f"run{number}")
-    print(f"{len(done)} endings, {num_unknown} runs whose other rank was lost in an iteration")
 
 
 LATE_RANK = """

@@ -242,9 +242,3 @@ def test_peaks_are_in_the_output_folder_with_their_micro_batch(train, tmp_path, 
     assert record["had_errors"]
     assert re.search(r"Peaks of training: \d\.\d\d GB allocated", log.text)
     assert "The plan predicted 0.30, 0.40 and 0.50 GB for its largest images" in log.text
-
-
-def test_no_run_ends_for_its_record(train, tmp_path, log):
-    (tmp_path / "memfit_peaks.json").mkdir()
-    train()
-    assert f"The peaks of this run cannot be kept in {tmp_path} (" in log.text

@@ -3,7 +3,7 @@ import pytest
 import torch
 from forks import FORKED_RANKS, run_forked
 
-from d2_memfit.engine.launch import launch, usable_device, world_size
+from d2_memfit.engine.launch import launch, world_size
 from d2_memfit.errors import ConfigError
 
 
@@ -11,10 +11,6 @@ def test_one_process_is_the_calling_one():
     called = []
     launch(called.append, 1, args=("here",))
     assert called == ["here"]
-
-
-def test_ranks_are_gpus_times_machines():
-    assert (world_size(0), world_size(2, 3)) == (1, 6)
 
 
 def test_under_torchrun_the_environment_says_how_many_there_are(monkeypatch):
@@ -36,11 +32,6 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 def test_several_machines_need_an_address():
     with pytest.raises(ConfigError, match="--dist-url auto works on one machine"):
         launch(print, 1, num_machines=2, dist_url="auto")
-
-
-def test_a_device_that_is_there_is_kept():
-    assert usable_device("cpu") == "cpu"
-    assert usable_device("cuda:0") == ("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """A function of the user's own for the losses."""
 
-from functools import partial
-
 import pytest
 import torch
 from injection import iterate
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
@@ -83,28 +80,3 @@ def test_on_several_ranks_it_gets_the_wrapped_model(two_ranks, steps):
     full, _, _ = trained(8, num_iterations=1)
     assert relative_difference(results[0], full) < 1e-6
     assert relative_difference(results[1], results[0]) == 0
-
-
-CLIPS = {
-    "norm": partial(clip_grad_norm_, max_norm=0.01, norm_type=2),
-    "value": partial(clip_grad_value_, clip_value=1e-3),
-}
-
-
-@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
-@pytest.mark.parametrize(("cut", "micro_batch"), [(2, None), (8, 3)])
-def test_clipping_sees_the_complete_gradient(clip, cut, micro_batch):
-    calls = []
-
-    def counted(gradients):
-        calls.append(len(gradients))
-        return clip(gradients)
-
-    full, _, _ = trained(8, clip_gradients=clip)
-    unclipped, _, _ = trained(8)
-    effect = relative_difference(unclipped, full)
-    assert effect > 1e-4
-    actual, _, trainer = trained(cut, clip_gradients=counted, micro_batch_size=micro_batch)
-    assert relative_difference(actual, full) < 1e-4 * effect
-    with_gradients = [p for p in trainer.model.parameters() if p.grad is not None]
-    assert calls == [len(with_gradients)] * 3

@@ -81,13 +81,6 @@ def test_the_iteration_is_the_storage_s_however_the_loop_counts():
     assert [i for _, i in storage.history("total_loss").values()] == [6, 7, 8]
 
 
-def test_without_a_storage_the_error_says_what_is_missing():
-    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    with pytest.raises(AssertionError, match="EventStorage"):
-        AccumulatingTrainer(model, [images(1)], optimizer).run_step()
-
-
 def test_one_call_makes_the_trainer_of_a_config(tmp_path, log):
     """Techniques, budget, precision and recovery are the config's; parts may be the project's."""
     cfg = tiny_cfg("faster_rcnn", fpn=False)

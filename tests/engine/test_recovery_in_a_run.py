@@ -3,11 +3,9 @@
 
 import json
 import re
-import signal
 import sys
 
 import pytest
-import torch
 from forks import run_forked
 from tiny import ROOT, read_metrics, tiny_cfg
 
@@ -91,50 +89,3 @@ def test_a_budget_that_detectron2_exceeds_is_kept_and_can_be_planned_for(cfg, co
     assert not (output_dir / "memfit_oom.jsonl").exists()
     (metrics,) = [m for m in read_metrics(output_dir) if "effective_batch" in m]
     assert metrics["effective_batch"] == 8
-
-
-FAILS_IN_ITERATIONS_1_AND_3 = """
-import os, signal, torch
-from d2_memfit.engine.train_loop import AccumulatingTrainer
-from d2_memfit.engine import retry as recovery
-from d2_memfit.engine import retry as cutter
-
-cutter.GROW_AFTER = 1
-
-def fails(self, micro_batch, forward=AccumulatingTrainer._forward):
-    if self.iter in (1, 3) and micro_batch.num_images > 1:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    return forward(self, micro_batch)
-
-AccumulatingTrainer._forward = fails
-"""
-
-
-IS_KILLED_IN_ITERATION_3 = """
-release, events = recovery.release_memory, []
-def release_memory(*args, **kwargs):
-    events.append(release(*args, **kwargs))
-    if len(events) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-recovery.release_memory = release_memory
-"""
-
-
-def test_a_run_that_was_killed_in_a_recovery_is_resumed(cfg, coins, tmp_path):
-    cfg.SOLVER.MAX_ITER = 6
-    cfg.SOLVER.CHECKPOINT_PERIOD = 2
-    cfg.DATASETS.TEST = ()
-    code = FAILS_IN_ITERATIONS_1_AND_3
-    killed = train_net(cfg, coins, tmp_path, code=code + IS_KILLED_IN_ITERATION_3)
-    assert killed.returncode == -signal.SIGKILL
-    output_dir = tmp_path / "output"
-    # The record of an error is written before anything is undone.
-    assert [event["iteration"] for event in read_record(output_dir)] == [1, 3]
-    checkpoint = torch.load(output_dir / "model_0000001.pth", weights_only=True)
-    assert checkpoint["trainer"]["_trainer"]["recovery"]["cutters"][0]["images"] == 1
-
-    resumed = train_net(cfg, coins, tmp_path, "--resume", code=code)
-    assert resumed.returncode == 0, resumed.stderr[-4000:]
-    assert "Starting training from iteration 2" in (output_dir / "log.txt").read_text()
-    assert (output_dir / "model_final.pth").exists()
-    assert [event["iteration"] for event in read_record(output_dir)] == [1, 3, 3]

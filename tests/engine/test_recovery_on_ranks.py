@@ -6,9 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from detectron2.modeling.meta_arch import retinanet
-from fvcore.nn import sigmoid_focal_loss
-from injection import InjectedTrainer, Injector, iterate, scripted, seed_all
+from injection import InjectedTrainer, Injector, iterate
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, compat
@@ -69,36 +67,6 @@ def test_ranks_that_fail_in_turn_agree_bit_for_bit(ranks, request):
     assert num_events == 7
     for other, _ in others:
         torch.testing.assert_close(other, first, rtol=0, atol=0)
-
-
-def train_retinanet(rank, fail_at, sizes=None):
-    """Two iterations of 2 x 2 images. In the second, rank 0 fails at an allocation, or has
-    micro-batches of the sizes given.
-    """
-    # In TorchScript, calls of a process's first iterations round otherwise than later ones, and
-    # images that are run again are calls too.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retinanet, "sigmoid_focal_loss_jit", sigmoid_focal_loss)
-        seed_all()
-        model = compat.create_ddp_model(tiny_model(tiny_cfg("retinanet")), broadcast_buffers=False)
-        loader = [images_of(i, rank, 2) for i in range(4)]
-        optimizer = sgd(model)
-        trainer = InjectedTrainer(model, loader, optimizer, 2, recovery=RecoveryOptions())
-        iterate(trainer)
-        trainer.injector = Injector([fail_at] if rank == 0 else [])
-        if sizes and rank == 0:
-            trainer.cutter.take = scripted(sizes)
-        iterate(trainer, first=1)
-    momenta = [state["momentum_buffer"] for state in optimizer.state.values()]
-    return parameters(model.module), momenta, trainer.window_sizes
-
-
-@pytest.mark.parametrize("fail_at", [100, 1200])
-def test_momenta_of_retinanet_are_those_of_an_undisturbed_run(fail_at, two_ranks):
-    failed = two_ranks.run(train_retinanet, fail_at)
-    sizes = failed[0][2]
-    assert sizes != (2, 2)
-    torch.testing.assert_close(failed, two_ranks.run(train_retinanet, 0, sizes), rtol=0, atol=0)
 
 
 def train_where_one_image_fits_in_no_way(rank):
@@ -162,24 +130,3 @@ def test_a_rank_whose_images_were_all_skipped_takes_the_others_step(two_ranks):
     first, second = two_ranks.run(train_without_images_on_one_rank)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert relative_difference(first, parameters(proposal_network())) > 0
-
-
-def train_with_communication(rank, micro_batch):
-    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
-    cfg.MODEL.RESNETS.NORM = "naiveSyncBN"
-    model = compat.create_ddp_model(tiny_model(cfg), broadcast_buffers=False)
-    trainer = InjectedTrainer(
-        model,
-        [images_of(i, rank, 2) for i in range(2)],
-        sgd(model),
-        micro_batch_size=micro_batch,
-        recovery=RecoveryOptions(),
-    )
-    iterate(trainer)
-    trainer.injector = Injector([5])
-    iterate(trainer, first=1)
-
-
-def test_a_model_that_synchronises_its_normalisation_is_refused(two_ranks):
-    with pytest.raises(AssertionError, match=r"ConfigError.*all_gather in .*py:\d+ communicates"):
-        two_ranks.run(train_with_communication, None)

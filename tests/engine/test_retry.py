@@ -9,11 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from detector_parts import Detector
 from detectron2.modeling.meta_arch import retinanet
 from detectron2.structures import Instances
 from detectron2.utils.events import EventStorage
-from forks import CONTEXT, start_server
 from fvcore.nn import sigmoid_focal_loss
 from injection import (
     FailingTrainer,
@@ -28,7 +26,6 @@ from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.snapshot import Snapshot as StateCopy
-from d2_memfit.compat.pytorch import is_in_backward
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.oom_log import OomLog
 from d2_memfit.errors import OutOfMemoryError
@@ -159,30 +156,6 @@ ACTIONS = [
 ]
 
 
-class OfTokens(Detector):
-    def forward(self, batch):
-        tokens = [x["image"][:, ::8, ::4].reshape(-1, 16) / 255 for x in batch]
-        return super().forward(torch.stack(tokens))
-
-
-def test_an_image_that_does_not_fit_alone_in_a_model_with_attention(tmp_path):
-    """Saved on the host, a query, key and value that were one tensor would be three."""
-    states, recomputes = [], []
-    for times in (0, 1, 2):
-        seed_all()
-        trainer = failing(FailsTimes(1, times), model=OfTokens(), output_dir=tmp_path / str(times))
-        calls = []
-        layer = trainer.model.encoder.layers[0].linear1
-        layer.register_forward_hook(lambda *_, calls=calls: calls.append(is_in_backward()))
-        trainer.phase = "backward"
-        states.append(everything(trainer, iterate(trainer)))
-        recomputes.append(sum(calls))
-    assert recomputes == [0, 0, 1]
-    assert [e["action"] for e in read_record(tmp_path / "2")] == ACTIONS[:3]
-    assert states[2].pop("scalars") == states[1].pop("scalars")
-    assert_same(states[2], states[1])
-
-
 def one_iteration(family, precision, fail_at=(), sizes=None, fpn=True):
     """An iteration of 2 x 2 images after one that was clean.
 
@@ -251,16 +224,6 @@ def test_a_window_that_failed_anywhere_ends_as_one_that_did_not(family, precisio
     points = points_of(family, precision, NUM_POINTS)
     assert len(points) == NUM_POINTS
     check_recovery_at(family, precision, points)
-
-
-def test_without_an_error_split_computes_what_accumulation_computes():
-    results = []
-    for recovery in (None, None, RecoveryOptions()):  # the first warms up
-        seed_all()
-        model = model_with_trainable_bn("mask_rcnn", fpn=False)
-        trainer = AccumulatingTrainer(model, batches(), sgd(model), 2, recovery=recovery)
-        results.append(everything(trainer, iterate(trainer, 3)))
-    assert_same(results[2], results[1])
 
 
 @pytest.mark.parametrize(("phase", "times"), [("forward", 1), ("backward", 2)])
@@ -373,26 +336,6 @@ def test_the_size_grows_back_and_is_kept_in_checkpoints(monkeypatch):
     storage = iterate(resumed, 3, first=11)
     assert [int(v) for v, _ in storage.history("memfit/micro_batch").values()] == [1, 1, 2]
     assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.totals.oom_events
-
-
-def test_a_resized_image_stays_one_when_its_window_starts_over(tmp_path):
-    """The backward of a later image fails, and its window starts over."""
-    failures = {1: 3, 3: 1}
-    heights = []
-
-    def fails(names):
-        if len(names) > 1:
-            return True
-        heights.append((names[0], trainer._current[0]["image"].shape[1]))
-        failures[names[0]] = failures.get(names[0], 0) - 1
-        return failures[names[0]] >= 0
-
-    model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
-    trainer = failing(fails, 2, model, 2, allow_resize=True, output_dir=tmp_path)
-    trainer.phase = "backward"
-    iterate(trainer)
-    assert [e["action"] for e in read_record(tmp_path)] == [*ACTIONS[:4], ACTIONS[1]]
-    assert heights[-4:] == [(0, 64), (1, 45), (2, 64), (3, 64)]
 
 
 def test_what_happened_is_logged_and_counted(log):
@@ -565,20 +508,3 @@ def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
     first, second = json.loads((tmp_path / "memfit_oom.jsonl").read_text())["images"]
     assert (first["image_id"], first["num_instances"]) == (7, 0)
     assert (second["image_id"], second["num_instances"]) == ("a/b", None)
-
-
-def append_many(folder, made):
-    for _ in range(100):
-        record_of(folder, torch.nn.Linear(1, 1)).append(made, "done")
-
-
-def test_several_processes_share_the_file(tmp_path):
-    made = event(100)  # a long line
-    start_server()
-    processes = [CONTEXT.Process(target=append_many, args=(str(tmp_path), made)) for _ in range(2)]
-    for p in processes:
-        p.start()
-    for p in processes:
-        p.join(120)
-    lines = (tmp_path / "memfit_oom.jsonl").read_text().splitlines()
-    assert [len(json.loads(line)["images"]) for line in lines] == [100] * 200

@@ -9,12 +9,7 @@ from tiny import every_anchor_counts, images, parameters, relative_difference, t
 from torch import nn
 from torch.nn.functional import softplus
 
-from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.compat import without_ddp
-from d2_memfit.engine.build import build_trainer
-from d2_memfit.job import tensors_of
-from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.estimates import steps
 from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
@@ -52,14 +47,6 @@ def detector_losses(model, batch):
 def critic_losses(model, batch):
     real, other = (model(b, detects=False, trains_features=False) for b in batch)
     return {"loss_critic": softplus(-real).mean() + softplus(other).mean()}
-
-
-def reversed_losses(model, batch):
-    """Both halves in one backward: the features are trained against the critic."""
-    labelled, unlabelled = batch
-    features = model.features(unlabelled)
-    reversed_features = 2 * features.detach() - features
-    return {**model(labelled), "loss_critic": softplus(model.critic(reversed_features)).mean()}
 
 
 def columns(num=4, first=0, **kwargs):
@@ -134,46 +121,3 @@ def test_an_injected_error_in_a_half_leaves_no_trace(failing, where):
     actual, trainer = run([fail_at])
     assert (trainer.recovery.totals.oom_events, trainer.window_sizes) == (1, (1, 1))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
-def job_of(loss_fn, batch, **kwargs):
-    return Job(
-        model=WithCritic,
-        optimizer=lambda model: torch.optim.Adam(model.parameters()),
-        images_per_batch=len(batch[0]),
-        device="cpu",
-        batch=batch,
-        loss_fn=loss_fn,
-        **kwargs,
-    )
-
-
-def test_the_second_trainer_takes_the_model_of_the_first_with_its_techniques():
-    weights = []
-    for modules in ([], ["detector.backbone"]):
-        job = job_of(detector_losses, columns(), memfit={"checkpoint": {"modules": modules}})
-        model = WithCritic()
-        optimizer, critic_optimizer = optimizers_of(model)
-        detector = build_trainer(job, model, data_loader=(), optimizer=optimizer)
-        critic = AccumulatingTrainer(
-            detector.model, (), critic_optimizer, loss_fn=critic_losses, recovery=job.recovery
-        )
-        train([(detector, detector.optimizer), (critic, critic_optimizer)], [columns()] * 2)
-        weights.append(parameters(model))
-    assert hasattr(type(model.detector.backbone), "_extended_class")
-    assert relative_difference(*weights) < 1e-6
-
-
-def test_the_estimate_has_the_bytes_of_the_loop():
-    """The larger one of the two halves, each with the states of both optimizers."""
-    batch = columns(2, size=192)
-    peaks = []
-    for loss_fn in (detector_losses, critic_losses):
-        job = job_of(loss_fn, batch)
-        dry = steps.train(job, [job.training_batch(2)], like_gpu=False, foreach=False)
-        peaks.append(sum(dry.peak().values()))
-    with TensorMeter() as meter:
-        train(halves_of(WithCritic()), [batch] * 2)
-    computed = meter.peak_bytes + sum(t.nbytes for t in tensors_of(batch))
-    print(f"halves of {peaks[0]:,} and {peaks[1]:,} bytes estimated, {computed:,} computed")
-    assert max(peaks) == pytest.approx(computed, rel=0.005)

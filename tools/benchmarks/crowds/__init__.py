@@ -14,9 +14,9 @@ and three quarters of what it took since. Under the limit, it trains again, and 
 with recovery, without and with the techniques. Time does not include the first iteration. Peaks are
 of the process's private memory, read every 2 ms. Weights are compared with those of the first run.
 
-Writes lines to docs/crowds.jsonl. From these, it writes tables of docs/TECHNIQUES.md and
-docs/RECOVERY.md. Lines of another --label stay. So another version of d2_memfit, on PYTHONPATH, can
-be a second row of the tables. --report measures nothing.
+Writes lines to docs/crowds.jsonl. From these, it writes a table of docs/TECHNIQUES.md, and prints
+it and one of trainings. Lines of another --label stay. So another version of d2_memfit, on
+PYTHONPATH, can be a second row of the tables. --report measures nothing.
 """
 
 import argparse

@@ -19,11 +19,7 @@ Line = dict[str, Any]
 
 
 def write(docs: Path) -> str:
-    """Write the tables between their comments.
-
-    Returns:
-        The tables.
-    """
+    """Write the table of steps into docs/TECHNIQUES.md; return it and that of trainings."""
     lines = [json.loads(x) for x in (docs / "crowds.jsonl").read_text().splitlines()]
     parts = {
         part: [line for line in lines if line["part"] == part] for part in ("step", "training")
@@ -34,7 +30,6 @@ def write(docs: Path) -> str:
         write_section(docs / "TECHNIQUES.md", "crowds", TOOL, tables[-1])
     if parts["training"]:
         tables.append(table_of_trainings(parts["training"]))
-        write_section(docs / "RECOVERY.md", "crowds", TOOL, tables[-1])
     return "\n\n".join(tables)
 
 
