@@ -56,10 +56,8 @@ class Run:
 
     def __init__(self, job: Job) -> None:
         if job.cfg.MEMFIT.PLAN.ENABLED:
-            raise ConfigError(
-                "MEMFIT.PLAN.ENABLED True: a trainer does not plan. Call d2_memfit.fit_config "
-                "before, as in Trainer(fit_config(cfg, Trainer)), or set it False"
-            )
+            how = "Write Trainer(fit_config(cfg, Trainer)), or set it False"
+            raise ConfigError(f"MEMFIT.PLAN.ENABLED True: a trainer does not plan. {how}")
         enforce_budget(job.budget_gb, job.cfg.MODEL.DEVICE)
         self.job = job
         self.cfg = apply_techniques("config", job.cfg, job.cfg)
@@ -129,10 +127,8 @@ class Run:
         """
         firsts = comm.all_gather(trainer.start_iter)
         if len(set(firsts)) > 1:
-            raise CheckpointError(
-                f"the ranks would go on from different iterations, {firsts}: OUTPUT_DIR "
-                f"{self.cfg.OUTPUT_DIR} must be one folder that all of them see"
-            )
+            text = f"the ranks would go on from different iterations, {firsts}: OUTPUT_DIR"
+            raise CheckpointError(f"{text} {self.cfg.OUTPUT_DIR} must be a folder that all see")
         error: Optional[Exception] = None
         try:
             self._start(trainer)
@@ -174,11 +170,9 @@ class Run:
         if asked:
             is_inner = inner.run_step is not AccumulatingTrainer.run_step
             cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
-            raise ConfigError(
-                f"{', '.join(asked)}: {cls.__name__} steps without {step}.run_step(), which reads "
-                "these keys. Call it in its run_step, and run_step in its train. For losses of "
-                "your own: self._trainer.loss_fn = FUNCTION"
-            )
+            text = f"{', '.join(asked)}: {cls.__name__} steps without {step}.run_step(), which"
+            how = "For losses of your own: self._trainer.loss_fn = FUNCTION"
+            raise ConfigError(f"{text} reads these keys. Call it. {how}")
 
 
 def job_hooks(job: Job) -> list[HookBase]:

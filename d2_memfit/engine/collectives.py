@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from traceback import walk_stack
@@ -143,6 +144,7 @@ OBJECTS: Site = ("objects", (), 0)
 IMAGES: Site = ("images", (), 0)
 
 
+@dataclass
 class Answers:
     """Notes the counts of forwards, and answers them with those of the window.
 
@@ -158,27 +160,24 @@ class Answers:
         ranks: number of ranks that take part.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        is_exact: bool,
-        on_other: Callable[[Collective], bool],
-        report: Any = None,
-        totals: Optional[Numbers] = None,
-        images: tuple[float, float] = (0.0, 0.0),
-        ranks: int = 1,
-    ) -> None:
-        self.noted: list[dict[Site, Any]] = []  # of each completed forward
-        self._forward: dict[Site, Any] = {}  # of the running one
-        self.nearly: set[str] = set()  # losses of Detectron2's heads that are not counted
-        self.estimates = False  # whether a running mean over windows was asked for
-        self._on_other = on_other
-        self._weights = {} if report is None else report.weights
-        self._pretends = report is not None and report.pretends
-        self._totals, self._images = totals or {}, images
-        self._ranks = ranks
+    model: nn.Module
+    is_exact: bool
+    on_other: Callable[[Collective], bool]
+    report: Any = None
+    totals: Numbers = field(default_factory=dict)
+    images: tuple[float, float] = (0.0, 0.0)
+    ranks: int = 1
+    # Counts of each completed forward; losses of Detectron2's heads that are not counted; and
+    # whether a running mean over windows was asked for.
+    noted: list[dict[Site, Any]] = field(default_factory=list)
+    nearly: set[str] = field(default_factory=set)
+    estimates: bool = False
+
+    def __post_init__(self) -> None:
+        self._forward: dict[Site, Any] = {}  # the running one
         self._calls: Counter[Any] = Counter()
-        self._means = answered_means(model, is_exact)
+        self._means = answered_means(self.model, self.is_exact)
+        self._weights = self.report.weights if self.report else {}
 
     @contextmanager
     def around(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -192,7 +191,7 @@ class Answers:
             stack.enter_context(patch.object(cross_entropy_owner, "cross_entropy_loss", entropy))
             for cls, name, method in self._means:
                 stack.enter_context(patch.object(cls, name, method))
-            if self._pretends:
+            if self.report and self.report.pretends:
                 stack.enter_context(default_group_replaced(2))
             yield
 
@@ -200,15 +199,15 @@ class Answers:
     def share(self) -> float:
         """Images of the running micro-batch over those of the window, for a running mean."""
         self.estimates = True
-        return self._share(self._images[1])
+        return self._share(self.images[1])
 
     def count(self, own: Number, minimum: float) -> Number:
         """Answer :func:`window_count`: this forward's share of the window's count."""
-        return self._answer("count", own, minimum, self._images[0])
+        return self._answer("count", own, minimum, self.images[0])
 
     def factor(self, own: Number, minimum: float) -> Number:
         """Factor that makes a loss, a mean over ``own`` elements, the window's mean."""
-        return _limited(own, minimum) / self._answer("mean", own, minimum, self._images[1])
+        return _limited(own, minimum) / self._answer("mean", own, minimum, self.images[1])
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """At the end of a forward: the losses, so that the micro-batch's share of the images is the
@@ -216,10 +215,10 @@ class Answers:
         """
         self.noted.append(self._forward)
         self._calls.clear()
-        share, weights = self._share(self._images[0]), self._weights
-        factors = {"sum": 1 / (share * self._ranks)}
-        if OBJECTS in self._totals:  # a batch without any object is divided by 1
-            own, whole = self._forward[OBJECTS], self._totals[OBJECTS].item()
+        share, weights = self._share(self.images[0]), self._weights
+        factors = {"sum": 1 / (share * self.ranks)}
+        if OBJECTS in self.totals:  # a batch without any object is divided by 1
+            own, whole = self._forward[OBJECTS], self.totals[OBJECTS].item()
             factors["objects"] = max(own, 1) / (max(whole, 1) * share)
         return {k: v * factors[weights[k]] if k in weights else v for k, v in losses.items()}
 
@@ -228,9 +227,9 @@ class Answers:
 
     def _answer(self, kind: str, own: Number, minimum: float, images: float) -> Number:
         site = self._note(kind, own)
-        if site not in self._totals:
+        if site not in self.totals:
             return _limited(own, minimum)
-        answer = self._totals[site].clamp(min=minimum) * self._share(images)
+        answer = self.totals[site].clamp(min=minimum) * self._share(images)
         if isinstance(own, torch.Tensor):
             dtype = own.dtype if own.is_floating_point() else torch.float32
             return answer.reshape(own.shape).to(own.device, dtype)
@@ -238,16 +237,16 @@ class Answers:
 
     def _handle(self, call: Collective) -> bool:
         if not call.is_count:
-            return call.num_ranks > 1 and self._on_other(call)
+            return call.num_ranks > 1 and self.on_other(call)
         tensor = call.tensors[0].detach()
         site = self._note("sum", tensor)
-        if site in self._totals:
-            answer = self._totals[site] / self._ranks * (call.scale or 1)
+        if site in self.totals:
+            answer = self.totals[site] / self.ranks * (call.scale or 1)
             answer = answer if tensor.is_floating_point() else answer.round()
             tensor.copy_(answer.reshape(tensor.shape))
             return True
-        is_statistics = self._ranks > 1 and tensor.numel() > FEW
-        return self._on_other(call) if is_statistics else call.run_alone()
+        is_statistics = self.ranks > 1 and tensor.numel() > FEW
+        return self.on_other(call) if is_statistics else call.run_alone()
 
     def _note(self, kind: str, value: Any) -> Site:
         place = place_of_caller()

@@ -185,9 +185,8 @@ class Counts:
             self._history, self.report.seen = self.report.seen, []  # checkpoints need none
         if self._communicates and len(set(numbers)) > 1:
             raise ConfigError(
-                f"the model communicates in its forward, {self._communicates}, so all ranks need "
-                f"the same number of micro-batches, and they have {list(numbers)}. Give them the "
-                "same number of images, or use MODEL.*.NORM GN in place of SyncBN"
+                f"the model communicates in its forward, {self._communicates}. All ranks need the "
+                f"same number of micro-batches, and have {list(numbers)}. Use MODEL.*.NORM GN"
             )
 
     def _totals(
@@ -240,11 +239,8 @@ class Counts:
             for site, told in self._by_formula(counts).items():
                 if not is_same(told, counts.get(site, _ZERO)):
                     self._formulas[site] = ()
-                    logger.warning(
-                        "The count in %s:%d no longer follows from the annotations: the losses of "
-                        "the last iteration were divided by another one. Now forwards count it",
-                        *site[1][0],
-                    )
+                    text = "The count in %s:%d no longer follows from annotations: it is counted"
+                    logger.warning(text, *site[1][0])
 
     def _by_formula(self, counts: Numbers) -> Numbers:
         of_sites = [(s, f) for s, f in self._formulas.items() if f]
@@ -254,9 +250,8 @@ class Counts:
         """Let a collective that is not a count run: the other ranks make the same call."""
         if self._recovers:
             raise ConfigError(
-                f"MEMFIT.OOM.POLICY split cannot run a rank's images again, because {call} "
-                "communicates with other ranks in each forward. Train without it, such as with "
-                "MODEL.*.NORM GN in place of SyncBN; or set MEMFIT.OOM.POLICY raise"
+                f"MEMFIT.OOM.POLICY split cannot run a rank's images again: {call} communicates. "
+                "Use MODEL.*.NORM GN in place of SyncBN, or set MEMFIT.OOM.POLICY raise"
             )
         if not self._communicates:
             self._communicates = str(call)

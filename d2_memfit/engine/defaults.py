@@ -90,10 +90,9 @@ class MemfitMixin(_Trainer):
         if DefaultTrainer in order and order.index(DefaultTrainer) < order.index(MemfitMixin):
             raise TypeError(f"MemfitMixin must be the first base class of {cls.__name__}")
         if issubclass(cls, SimpleTrainer) and not issubclass(cls, AccumulatingTrainer):
-            raise TypeError(
-                f"{cls.__name__} is a SimpleTrainer: add AccumulatingTrainer as its last base "
-                f"class, as in class {cls.__name__}(MemfitMixin, TheirTrainer, AccumulatingTrainer)"
-            )
+            text = f"{cls.__name__} is a SimpleTrainer: add AccumulatingTrainer as its last base"
+            how = f"class {cls.__name__}(MemfitMixin, TheirTrainer, AccumulatingTrainer)"
+            raise TypeError(f"{text} class, as in {how}")
 
         def inherited(name: str) -> Callable[..., Any]:
             return lambda self, *args, **kwargs: getattr(super(cls, self), name)(*args, **kwargs)
@@ -134,10 +133,9 @@ class MemfitMixin(_Trainer):
         elif not isinstance(made, AccumulatingTrainer):
             name = type(made).__name__
             raise TypeError(
-                f"{name} runs the steps, and is not derived from AccumulatingTrainer: write class "
-                f"{name}(AccumulatingTrainer), or add it as the last base class. For losses of "
-                "your own: self._trainer = SimpleTrainer(model, data_loader, optimizer); "
-                "self._trainer.loss_fn = FUNCTION"
+                f"{name} runs the steps, so write class {name}(AccumulatingTrainer), or add it as "
+                "last base class. For losses of your own: self._trainer = SimpleTrainer(model, "
+                "data_loader, optimizer); self._trainer.loss_fn = FUNCTION"
             )
         self._give_options(trainer, made)
         if isinstance(made, AMPTrainer) and trainer.precision.dtype == torch.float32:
@@ -226,10 +224,8 @@ class MemfitMixin(_Trainer):
             if not compat.SAVES_INNER_TRAINER and self._inner is not self:
                 self._trainer.load_state_dict(state_dict["_trainer"])
             return
-        logger.warning(
-            "The checkpoint has no optimizer state (Detectron2 v0.6 saves none). Iteration and "
-            "learning rate are resumed, momentum starts at zero"
-        )
+        text = "The checkpoint has no optimizer state (Detectron2 v0.6 saves none):"
+        logger.warning("%s iteration and learning rate are resumed, momentum is zero", text)
         TrainerBase.load_state_dict(self, state_dict)
         self._trainer.load_run(None)
         if isinstance(self.scheduler, LRMultiplier):

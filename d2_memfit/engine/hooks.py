@@ -202,15 +202,10 @@ class LeakDetector(MemoryHook):
             return
         self._said.add(kind)
         tensors = memory.live_tensors(self._model, self._inner.optimizer) - self._tensors
-        logger.warning(
-            "The %s grows by %.1f MB per 1000 iterations, over the last %d. Growing tensors: %s. "
-            "What keeps them, or other objects, from iteration to iteration?",
-            kind,
-            growth * 1000 / self._window,
-            self._window,
-            ", ".join(f"{name} ({size / MB:.1f} MB)" for (_, name), size in tensors.most_common(3))
-            or "none",
-        )
+        largest = [f"{name} ({size / MB:.1f} MB)" for (_, name), size in tensors.most_common(3)]
+        text = "The %s grows by %.1f MB per 1000 iterations, over the last %d. Growing tensors: %s"
+        rate = growth * 1000 / self._window
+        logger.warning(text, kind, rate, self._window, ", ".join(largest) or "none")
 
 
 def rises_steadily(values: list[float], at_least: float) -> bool:

@@ -59,10 +59,8 @@ def launch(
     elif num_ranks == 1:
         main_func(*args)
     elif torch.cuda.is_available() and ranks_here > torch.cuda.device_count():
-        raise ConfigError(
-            f"--num-gpus {ranks_here}: there are {torch.cuda.device_count()} GPUs here. "
-            "Lower it, or make more visible (CUDA_VISIBLE_DEVICES)"
-        )
+        here = f"there are {torch.cuda.device_count()} GPUs here (CUDA_VISIBLE_DEVICES)"
+        raise ConfigError(f"--num-gpus {ranks_here}: {here}. Lower it")
     elif dist_url == "auto" and num_machines > 1:
         raise ConfigError("--dist-url auto works on one machine; name the first one's address")
     else:

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class OomEvent(dict[str, Any]):
         return text.format(**self, names=names or "no images", budget=budget)
 
 
+@dataclass
 class OomLog:
     """Describes out-of-memory errors, for the log, the final error and ``memfit_oom.jsonl``.
 
@@ -62,21 +64,16 @@ class OomLog:
         mixed_precision: whether it is on, for the advice in the final error.
     """
 
-    FILE_NAME = "memfit_oom.jsonl"
-
-    def __init__(
-        self, options: RecoveryOptions, model: nn.Module, mixed_precision: bool = False
-    ) -> None:
-        self._options = options
-        self._model = model
-        self._mixed_precision = mixed_precision
+    options: RecoveryOptions
+    model: nn.Module
+    mixed_precision: bool = False
 
     def event(self, error: BaseException, phase: str, data: Any) -> OomEvent:
         """The event of an error in a micro-batch (``data``), while it is handled.
 
         It holds no reference to the error, whose traceback would keep tensors alive.
         """
-        memory = device_memory(next(self._model.parameters()).device)
+        memory = device_memory(next(self.model.parameters()).device)
         images = [d for d in dataset_dicts(data) if isinstance(d.get("image"), torch.Tensor)]
         return OomEvent(
             iteration=compat.current_iteration(),
@@ -95,7 +92,7 @@ class OomLog:
             size=size_of(images),
             allocated_gb=round(memory.allocated_bytes / GB, 3),
             reserved_gb=round(memory.reserved_bytes / GB, 3),
-            budget_gb=self._options.budget_gb,
+            budget_gb=self.options.budget_gb,
             error=error_line(error),
             rank=comm.get_rank(),
             time=time.time(),
@@ -110,12 +107,12 @@ class OomLog:
         event["action"] = action
         if warn:
             logger.warning("%s. Now %s", event, action)
-        if not self._options.output_dir:
+        if not self.options.output_dir:
             return
-        path = os.path.join(self._options.output_dir, self.FILE_NAME)
+        path = os.path.join(self.options.output_dir, "memfit_oom.jsonl")
         line = json.dumps(event, default=_plain) + "\n"
         try:
-            PathManager.mkdirs(self._options.output_dir)
+            PathManager.mkdirs(self.options.output_dir)
             with PathManager.open(path, "a") as f:
                 f.write(line)
         except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
@@ -142,12 +139,12 @@ class OomLog:
 
     def final_message(self, event: OomEvent) -> str:
         """Message of the error that ends a run: what happened, and three things to try next."""
-        options = self._options
+        options = self.options
         smaller = ["a smaller MEMFIT.MICRO_BATCH"] if event["micro_batch"] != 1 else []
         if event["phase"] == "evaluation":
             steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
         elif event["phase"] in ("forward", "backward"):
-            steps = [*smaller, *([] if self._mixed_precision else ["SOLVER.AMP.ENABLED True"])]
+            steps = [*smaller, *([] if self.mixed_precision else ["SOLVER.AMP.ENABLED True"])]
             steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
             steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
             steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]

@@ -72,9 +72,8 @@ def _described(losses: dict[str, float], micro_batch: MicroBatch, model: nn.Modu
         )
     else:
         cause = (
-            "The weights are finite. With mixed precision, try MEMFIT.AMP_DTYPE bfloat16 or "
-            "SOLVER.AMP.ENABLED False; then look at these images and their annotations; then lower "
-            "SOLVER.BASE_LR"
+            "The weights are finite. Try SOLVER.AMP.ENABLED False or MEMFIT.AMP_DTYPE bfloat16; "
+            "then look at these images and their annotations; then lower SOLVER.BASE_LR"
         )
     return f"{bad} on the images {image_names(micro_batch.data)}. {cause}"
 
@@ -83,9 +82,8 @@ def check_finite(reports: Sequence[RankReport], iteration: int) -> None:
     """Raise FloatingPointError, on every rank, if any rank had a loss of infinity or NaN."""
     lines = [f"rank {rank}: {line}" for rank, r in enumerate(reports) for line in r.not_finite]
     if lines:
-        raise FloatingPointError(
-            f"Loss became infinite or NaN at iteration={iteration}! {'; '.join(lines)}"
-        )
+        text = f"Loss became infinite or NaN at iteration={iteration}!"
+        raise FloatingPointError(f"{text} {'; '.join(lines)}")
 
 
 def write_metrics(reports: Sequence[RankReport]) -> None:
@@ -151,21 +149,16 @@ def check_ddp(model: DistributedDataParallel, recovers: bool) -> None:
         ConfigError: the model cannot be trained with these options.
     """
     if model.static_graph:
-        raise ConfigError(
-            "DistributedDataParallel(static_graph=True) cannot accumulate gradients: set "
-            "static_graph False, or SOLVER.ACCUMULATION_STEPS 1"
-        )
+        text = "DistributedDataParallel(static_graph=True) cannot accumulate gradients: set it"
+        raise ConfigError(f"{text} False, or SOLVER.ACCUMULATION_STEPS 1")
     if recovers and model.broadcast_buffers and any(True for _ in model.buffers()):
         raise ConfigError(
-            "DistributedDataParallel(broadcast_buffers=True) communicates in a forward, which one "
-            "rank cannot run again alone: set broadcast_buffers False, as Detectron2 does, or "
-            "MEMFIT.OOM.POLICY raise"
+            "DistributedDataParallel(broadcast_buffers=True) communicates in a forward: set it "
+            "False, as Detectron2 does, or MEMFIT.OOM.POLICY raise"
         )
     if has_communication_hooks(model):
-        logger.warning(
-            "The communication hooks of DistributedDataParallel (such as fp16_compression) are not "
-            "used: with accumulation, gradients are reduced once per iteration in their own type"
-        )
+        text = "The communication hooks of DistributedDataParallel, such as fp16_compression, are"
+        logger.warning("%s not used: gradients are reduced once per iteration", text)
 
 
 def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -5,7 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar
 
 import torch
@@ -220,9 +220,9 @@ class Recovery:
         )
         if totals.skipped_images > math.ceil(MAX_SKIPPED * totals.seen_images):
             raise OutOfMemoryError(
-                f"{totals.skipped_images} of {totals.seen_images} images did not fit and were "
-                f"skipped, more than the allowed share of {MAX_SKIPPED}. Lower "
-                "INPUT.MAX_SIZE_TRAIN, or set MEMFIT.OOM.ALLOW_RESIZE True"
+                f"{totals.skipped_images} of {totals.seen_images} images were skipped, more than a "
+                f"share of {MAX_SKIPPED}. Lower INPUT.MAX_SIZE_TRAIN, or set "
+                "MEMFIT.OOM.ALLOW_RESIZE True"
             )
 
     def state_dict(self, cutters: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
@@ -252,6 +252,7 @@ class _HardImage:
     failures: int = 0
 
 
+@dataclass
 class WindowRetries:
     """How micro-batches of a window run again.
 
@@ -268,47 +269,37 @@ class WindowRetries:
         report: of this window.
     """
 
-    def __init__(
-        self,
-        recovery: Recovery,
-        model: nn.Module,
-        window: Window,
-        storage: WindowStorage,
-        start: Snapshot,
-    ) -> None:
-        self.report = RecoveryReport()
-        self.recovery = recovery
-        self._model = model
-        self._window = window
-        self._storage = storage
-        self.start = start
-        self._entries = 0  # of the storage, before the piece
-        self._hard: dict[int, _HardImage] = {}  # by the id of the image that is run for it
+    recovery: Recovery
+    model: nn.Module
+    window: Window
+    storage: WindowStorage
+    start: Snapshot
+    report: RecoveryReport = field(default_factory=RecoveryReport)
+    _entries: int = 0  # of the storage, before the piece
+    _hard: dict[int, _HardImage] = field(default_factory=dict)  # by the id of the image that is run
 
     def snapshot(self) -> Snapshot:
-        self._entries = self._storage.num_entries()
-        if len(self._window.micro_batches) == 1:
+        self._entries = self.storage.num_entries()
+        if len(self.window.micro_batches) == 1:
             return self.start
         if not self.recovery.knows_weights:  # a forward has ended
             self.recovery.weights = self.start.changed_weights()
             self.recovery.knows_weights = True
-        return Snapshot(self._model, self.recovery.weights)
+        return Snapshot(self.model, self.recovery.weights)
 
     def around(self, piece: MicroBatch) -> AbstractContextManager[Any]:
         hard = self._hard.get(id(piece.image))
-        return _low_memory(self._model) if hard and hard.failures > 1 else nullcontext()
+        return _low_memory(self.model) if hard and hard.failures > 1 else nullcontext()
 
     def end_window(self) -> None:
         """Complete the report of a window, and let the micro-batch grow after a while."""
-        recovery, report, window = self.recovery, self.report, self._window
+        recovery, report, window = self.recovery, self.report, self.window
         report.seen_images = window.num_images + report.skipped_images
         report.micro_batch = max((m.num_images for m in window.micro_batches), default=0)
         if recovery.cutter.end_iteration(clean=not report.oom_events):
-            logger.info(
-                "Iteration %d: memory was enough for a while, the micro-batch grows to %s",
-                get_event_storage().iter,
-                recovery.cutter.images or "the loader's batch",
-            )
+            text = "Iteration %d: memory was enough for a while, the micro-batch grows to %s"
+            size = recovery.cutter.images or "the loader's batch"
+            logger.info(text, get_event_storage().iter, size)
 
     def describe(self, error: Exception, piece: MicroBatch) -> Any:
         return self.recovery.oom_log.event(error, piece.phase, piece.data)
@@ -318,11 +309,11 @@ class WindowRetries:
         report.oom_events += 1
         if piece.phase == "forward":
             report.retried_images += piece.num_images
-            self._window.put_back()
+            self.window.put_back()
         else:
-            report.retried_images += self._window.num_images
-            self._window.put_all_back()
-            self._model.zero_grad(set_to_none=True)
+            report.retried_images += self.window.num_images
+            self.window.put_all_back()
+            self.model.zero_grad(set_to_none=True)
             before, self._entries = self.start, 0
         if piece.can_be_split:
             action = f"{recovery.cutter.lower(piece)} and its images are run again"
@@ -331,8 +322,8 @@ class WindowRetries:
         report.skipped_images += piece.num_images if action == SKIP else 0
         recovery.oom_log.log(failure, action)
         with recovery.oom_log.explained("restoration", lambda: piece.data):
-            self._storage.rewind(self._entries)
-            undo(self._model, before)
+            self.storage.rewind(self._entries)
+            undo(self.model, before)
         return recovery.oom_log.final_message(failure) if action == RAISE else ""
 
     def _escalate(self, piece: MicroBatch) -> str:
@@ -353,10 +344,10 @@ class WindowRetries:
             factor = _RESIZE_FACTOR ** (hard.failures - 2)
             smaller = resize_image(hard.original, factor)
             self._hard[id(smaller)] = self._hard.pop(id(image))
-            self._window.replace(image, smaller)
+            self.window.replace(image, smaller)
             return f"it is run again at 0.7 of its size, {factor:.2f} of the original"
         if options.last_resort == "skip":
-            self._window.replace(image, None)
+            self.window.replace(image, None)
             return SKIP
         return RAISE
 

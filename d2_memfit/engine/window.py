@@ -166,10 +166,9 @@ class Window:
             batch = next(self._batches)
         except StopIteration:
             raise DataError(
-                f"the data loader ended after {self._steps_taken} of the "
-                f"{self.accumulation_steps} batches that an iteration takes. Train with an "
-                "endless loader, such as build_detection_train_loader makes, or lower "
-                "SOLVER.MAX_ITER or SOLVER.ACCUMULATION_STEPS"
+                f"the data loader ended after {self._steps_taken} of the {self.accumulation_steps} "
+                "batches of an iteration. Train with an endless loader, as of "
+                "build_detection_train_loader, or lower SOLVER.MAX_ITER"
             ) from None
         except Exception as e:
             if not is_loader_out_of_memory(e):

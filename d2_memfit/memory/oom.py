@@ -67,13 +67,10 @@ _LOST_RANK = {
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that this process ran out of memory, on a device or on the host."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    return _matches(error, _DEVICE_ERRORS) or (
-        _matches(error, _ONEDNN_ERROR) and _process_is_limited()
-    )
+    if not isinstance(error, RuntimeError):  # torch.OutOfMemoryError is one
+        return isinstance(error, MemoryError)
+    is_known = isinstance(error, torch.OutOfMemoryError) or _matches(error, _DEVICE_ERRORS)
+    return is_known or (_matches(error, _ONEDNN_ERROR) and _process_is_limited())
 
 
 def is_loader_out_of_memory(error: BaseException) -> bool:
@@ -110,10 +107,10 @@ def _matches(error: BaseException, patterns: Iterable[str]) -> bool:
 
 
 def _process_is_limited() -> bool:
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         return False
+    import resource
+
     limits = (resource.RLIMIT_DATA, resource.RLIMIT_AS)
     return any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits)
 
