@@ -1,6 +1,5 @@
 # Copyright (c) the d2_memfit developers.
 import copy
-import math
 import pickle
 
 import pytest
@@ -9,14 +8,7 @@ import torch.nn.functional as F
 from detectron2.structures import BitMasks, Instances
 
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques.support import (
-    PackedRows,
-    pack_masks,
-    packed_masks,
-    sharing_padded_masks,
-    with_packed_masks,
-)
-from d2_memfit.techniques.support.lazy_rows import LazyRowsChangeError
+from d2_memfit.techniques.masks import MaskBits, _sharing, pack_masks, with_packed_masks
 
 SIZES = [(40, 60), (33, 17), (8, 8), (1, 5)]
 
@@ -26,13 +18,13 @@ def masks(size=(40, 60), num=20, seed=0):
 
 
 def is_packed_tensor(value):
-    return isinstance(getattr(value, "rows", None), PackedRows)
+    return isinstance(value, MaskBits)
 
 
 def assert_same(packed, plain, is_packed=True):
     assert is_packed_tensor(packed) == is_packed
     assert (packed.shape, packed.dtype) == (plain.shape, plain.dtype)
-    assert torch.equal(packed.compute() if is_packed else packed, plain)
+    assert torch.equal(packed.unpacked() if is_packed else packed, plain)
 
 
 SHARED = {
@@ -77,12 +69,8 @@ def test_operators_give_what_they_give_for_the_masks(name, size):
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("from_bits", [False, True])
 @pytest.mark.parametrize("are_same", [False, True])
-def test_points_are_sampled_as_from_numbers_to_the_last_bit(
-    size, mode, align, dtype, from_bits, are_same, monkeypatch
-):
-    monkeypatch.setattr(packed_masks, "_PIXELS_OF_POINT", 0 if from_bits else math.inf)
+def test_points_are_sampled_as_from_numbers_to_the_last_bit(size, mode, align, dtype, are_same):
     plain = masks(size)
     # Some are outside, some on the corners and between pixels.
     grid = torch.rand(20, 50, 2, 2, dtype=dtype) * 2.2 - 1.1
@@ -119,7 +107,7 @@ def test_crops_are_those_of_bit_masks(size):
     assert torch.equal(BitMasks.cat([s, s]).tensor, BitMasks.cat([p, p]).tensor)
 
 
-@sharing_padded_masks
+@_sharing
 def pad(images):
     size = [max(lengths) for lengths in zip(*(image.shape for image in images))]
     padded = torch.zeros((len(images), *size), dtype=images[0].dtype)
@@ -170,15 +158,15 @@ def test_other_numbers_stay_as_they_are(value):
 def test_copies_and_pickles_have_the_masks():
     packed = pack_masks(masks())
     for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-        assert torch.equal(torch.as_tensor(other.tolist()), masks())
+        assert torch.equal(torch.from_numpy(other.numpy()), masks())
     assert torch.equal(torch.from_numpy(packed.numpy()), masks())
 
 
 def test_writing_into_them_is_an_error():
     packed = pack_masks(masks())
-    with pytest.raises(LazyRowsChangeError, match=r"writes into masks .* Set MEMFIT.CRITERION"):
+    with pytest.raises(RuntimeError, match="writes into packed masks"):
         packed[0] = True
-    with pytest.raises(LazyRowsChangeError, match="writes into masks"):
+    with pytest.raises(RuntimeError, match="writes into packed masks"):
         packed.logical_not_()
 
 
