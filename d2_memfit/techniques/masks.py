@@ -32,7 +32,8 @@ _zeros = torch.zeros  # a dry run replaces the function
 _PART_BYTES = 2**22  # of numbers at a time: more need more memory, fewer need more calls
 _BYTES_OF_POINT = 64  # coordinates, indices and weights of a sampled point
 _GATHER = 0x0102040810204080  # times 8 bytes that are 0 or 1: their bits are in the highest byte
-_COPIES = {aten._to_copy, aten.clone, aten.detach, aten.alias}
+_COPIES = {aten._to_copy, aten.clone}
+_SAME = {aten.detach, aten.alias}
 _OF_ONE_DIM = {
     *(aten.select.int, aten.slice.Tensor, aten.unbind.int),
     *(aten.unsqueeze.default, aten.squeeze.dim),
@@ -213,10 +214,12 @@ def _from_bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opti
     rows, size = masks.rows, masks.shape[-2:]
     if packet is aten.copy_:
         return _copied(masks, args[1])
+    if packet in _SAME:
+        return masks.with_rows(rows)
     if packet in _COPIES:
         device = kwargs.get("device") or masks.device
         blocks = [block.to(device) for block in masks.blocks]
-        return MaskBits(blocks, rows.to(device), size, kwargs.get("dtype") or masks.dtype)
+        return MaskBits(blocks, rows.to(device, copy=True), size, kwargs.get("dtype") or masks.dtype)
     if func in _OF_ONE_DIM:
         is_new = func is aten.unsqueeze.default
         dim = (args[1] if len(args) > 1 else 0) % (masks.dim() + is_new)

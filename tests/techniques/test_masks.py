@@ -1,13 +1,16 @@
 # Copyright (c) the d2_memfit developers.
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from detectron2.structures import BitMasks, Instances
+from tiny import tiny_cfg
 
 from d2_memfit.memory import TensorMeter
+from d2_memfit.techniques import apply_techniques
 from d2_memfit.techniques.masks import MaskBits, _sharing, pack_masks, with_packed_masks
 
 SIZES = [(40, 60), (33, 17), (8, 8), (1, 5)]
@@ -203,3 +206,37 @@ def test_masks_of_8000_x_8000_pixels_are_sampled_and_cropped():
     assert torch.equal(F.grid_sample(packed[:, None].float(), grid, align_corners=False), expected)
     crops = BitMasks(plain).crop_and_resize(boxes, 28)
     assert torch.equal(BitMasks(packed).crop_and_resize(boxes, 28), crops)
+
+
+class ComparesAllPixels(torch.nn.Module):
+    """Keeps whole masks for the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Sequential(Compares(), Compares())
+
+    def forward(self, masks):
+        return self.part[0](masks) + self.part[1](masks)
+
+
+class Compares(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(20, 600, 600))
+
+    def forward(self, masks):
+        return F.binary_cross_entropy_with_logits(self.weight * masks[0].float(), masks[0].float())
+
+
+@pytest.mark.parametrize("context", [nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("modules", [[], ["all"], ["*"]])
+@pytest.mark.parametrize("offloaded", [[], ["*"]])
+def test_whole_masks_are_kept_for_the_backward_with_other_techniques(context, modules, offloaded):
+    cfg, gradients = tiny_cfg(), []
+    cfg.MEMFIT.CHECKPOINT.MODULES, cfg.MEMFIT.OFFLOAD.MODULES = modules, offloaded
+    for cfg.MEMFIT.MASKS.PACKED in (False, True):
+        model = apply_techniques("model", ComparesAllPixels(), cfg)
+        with context():
+            model([masks((600, 600))]).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
