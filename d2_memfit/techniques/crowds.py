@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from .modules import wrap_method
 from .registry import TECHNIQUES, PositiveIntTechnique
 
-__all__ = ["ChunkedMatching", "DenoisingQueries"]
+__all__ = ["ChunkedMatching", "DenoisingQueries", "pairwise_iou_in_chunks"]
 
 # What makes denoising queries: RT-DETR and its successors in the transformers library; detrex.
 _MAKERS = ("get_contrastive_denoising_training_group", "prepare_for_cdn")
@@ -71,12 +71,14 @@ def _forward_in_chunks(
     # Code of projects may do anything with a matrix; that of Detectron2 is known.
     files = [f for f in source_files([module]) if f.__name__.startswith("detectron2.")]
     files = [f for f in files if hasattr(f, "pairwise_iou")]
-    replacement = {"pairwise_iou": partial(_iou_in_chunks, chunk_size)}
+    replacement = {"pairwise_iou": partial(pairwise_iou_in_chunks, chunk_size)}
     with replaced_together([(files, replacement)] if files else []):
         return forward(*args, **kwargs)
 
 
-def _iou_in_chunks(chunk_size: int, pairwise_iou: Callable[..., torch.Tensor]) -> Any:
+def pairwise_iou_in_chunks(chunk_size: int, pairwise_iou: Callable[..., torch.Tensor]) -> Any:
+    """A replacement of ``pairwise_iou`` whose results a ``Matcher`` reads in chunks."""
+
     def iou(instances: Boxes, anchors: Boxes) -> Any:
         if not len(instances) or len(anchors) <= chunk_size:
             return pairwise_iou(instances, anchors)

@@ -12,8 +12,7 @@ from tiny import images, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import apply_techniques, get_technique
-from d2_memfit.techniques.crowds import _iou_in_chunks
+from d2_memfit.techniques import apply_techniques, get_technique, pairwise_iou_in_chunks
 
 DENOISING = "MEMFIT.CRITERION.DENOISING_QUERIES"
 
@@ -38,7 +37,7 @@ def test_labels_are_those_of_detectron2(num_instances, num_anchors, chunk_size, 
         far = Boxes(instances.tensor + 500)  # touches no anchor
         for found in (instances, far, Boxes.cat([instances, far])):
             expected = matcher(pairwise_iou(found, anchors))
-            actual = matcher(_iou_in_chunks(chunk_size, pairwise_iou)(found, anchors))
+            actual = matcher(pairwise_iou_in_chunks(chunk_size, pairwise_iou)(found, anchors))
             for a, e in zip(actual, expected):
                 assert a.dtype == e.dtype
                 assert torch.equal(a, e)
@@ -49,7 +48,7 @@ def test_memory_grows_with_anchors_and_not_with_pairs():
     matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
     instances, anchors = boxes(300, 0), boxes(20_000, 1)
     peaks = []
-    for iou in (pairwise_iou, _iou_in_chunks(500, pairwise_iou)):
+    for iou in (pairwise_iou, pairwise_iou_in_chunks(500, pairwise_iou)):
         with TensorMeter() as meter:
             matcher(iou(instances, anchors))
         peaks.append(meter.peak_bytes)
