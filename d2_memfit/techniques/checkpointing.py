@@ -253,15 +253,12 @@ class _WithoutTraces:
         self._module, self._recomputed, self._random = module, recomputed, random
 
     def __enter__(self) -> None:
-        changing = self._recomputed.changing
-        self._outside = None
-        if changing or self._random is not None:
-            self._outside = Snapshot(self._module, modules=changing)
+        draws = self._random is not None
+        self._outside = Snapshot(self._module, (), self._recomputed.changing, draws)
         if self._random is not None:
             self._random.restore()
         self._storage = EventStorage(compat.current_iteration()).__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._storage.__exit__(*error)
-        if self._outside is not None:
-            self._outside.restore()
+        self._outside.restore()

@@ -217,11 +217,9 @@ def _from_bits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Opti
     if packet in _SAME:
         return masks.with_rows(rows)
     if packet in _COPIES:
-        device = kwargs.get("device") or masks.device
+        device, dtype = kwargs.get("device") or masks.device, kwargs.get("dtype") or masks.dtype
         blocks = [block.to(device) for block in masks.blocks]
-        return MaskBits(
-            blocks, rows.to(device, copy=True), size, kwargs.get("dtype") or masks.dtype
-        )
+        return MaskBits(blocks, rows.to(device, copy=True), size, dtype)
     if func in _OF_ONE_DIM:
         is_new = func is aten.unsqueeze.default
         dim = (args[1] if len(args) > 1 else 0) % (masks.dim() + is_new)
