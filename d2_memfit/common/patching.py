@@ -11,6 +11,7 @@ from typing import Any, Callable
 from torch import nn
 
 __all__ = [
+    "File",
     "Groups",
     "calls_function",
     "change_class",
@@ -58,11 +59,13 @@ def _file_of(cls: type) -> Any:
         if not isinstance(value, FunctionType):
             continue
         if value.__globals__.get("__name__", "builtins") == name:
-            return _File(value.__globals__)
+            return File(value.__globals__)
     return sys.modules.get(name)
 
 
-class _File:
+class File:
+    """Names of a file, as attributes."""
+
     def __init__(self, names: dict[str, Any]) -> None:
         self.__dict__ = names
 

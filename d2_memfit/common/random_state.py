@@ -21,7 +21,7 @@ class RandomState:
     """
 
     def __init__(self, device: torch.device = _CPU) -> None:
-        self._device = device
+        self.device = device
         self._states: dict[str, Any] = {
             "python": random.getstate(),
             "numpy": np.random.get_state(legacy=True),
@@ -35,9 +35,9 @@ class RandomState:
         random.setstate(self._states["python"])
         np.random.set_state(self._states["numpy"])
         torch.set_rng_state(self._states["torch"])
-        if self._device.type not in _WITHOUT_GENERATOR and "device" in self._states:
-            device_module = torch.get_device_module(self._device)
-            device_module.set_rng_state(self._states["device"], self._device)
+        if self.device.type not in _WITHOUT_GENERATOR and "device" in self._states:
+            device_module = torch.get_device_module(self.device)
+            device_module.set_rng_state(self._states["device"], self.device)
 
     def draws_the_same_tensors(self, other: "RandomState") -> bool:
         """Whether PyTorch draws the same numbers after both."""

@@ -64,6 +64,7 @@ class Snapshot:
         model: without DDP around it.
         weights: parameters, or larger tensors, that forwards change.
         modules: parts of the model; None for all.
+        draws: whether to save the random generators.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class Snapshot:
         model: nn.Module,
         weights: Iterable[torch.Tensor] = (),
         modules: Optional[Iterable[nn.Module]] = None,
+        draws: bool = True,
     ) -> None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._random = RandomState(device)
+        self._random = RandomState(device) if draws else None
         self._weights = [(w, w.data, w.detach().clone()) for w in weights]
         self._parts: list[_Part] = []
         known: dict[int, Any] = {}
@@ -91,7 +93,8 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put the state back. This may be repeated, also between forward and backward."""
-        self._random.restore()
+        if self._random is not None:
+            self._random.restore()
         for weight, data, saved in self._weights:
             weight.data = data.copy_(saved)
         for part in self._parts:

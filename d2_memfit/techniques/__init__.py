@@ -1,18 +1,18 @@
 # Copyright (c) the d2_memfit developers.
 """Techniques that use less memory, one file each. They know nothing of trainers."""
 
-from importlib import import_module
-from pkgutil import iter_modules
-
-from .activation_checkpointing import *
-from .adapters import *
-from .chunked_matching import *
+from .checkpointing import *
+from .crowds import *
+from .eight_bit import *
 from .evaluation_on_host import *
+from .fewer_trained import *
+from .heads import *
 from .host_budget import *
+from .masks import *
+from .mixed_precision import *
+from .modules import *
 from .offload import *
+from .recipe import *
 from .registry import *
 from .shared_dataset import *
 from .zero import *
-
-for _module in iter_modules(__path__):  # each registers its techniques
-    import_module(f"{__name__}.{_module.name}")

@@ -14,9 +14,8 @@ from ..common.patching import knows_function, replaced_functions, source_files
 from ..compat.pytorch import tree_map, without_torch_function
 from ..errors import ConfigError
 from ..memory import on_host
+from .modules import wrap_method
 from .registry import TECHNIQUES, BooleanTechnique
-from .support import add_mixin
-from .support.lazy_rows import LazyRows
 
 __all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
 
@@ -51,16 +50,60 @@ class EvaluationOnHost(BooleanTechnique):
                 f"{' nor '.join(_POSTPROCESSING)} of Detectron2, so nothing would change. Set it "
                 "False"
             )
-        add_mixin(model, _EvaluatesOnHost)
+        wrap_method(model, "forward", _forward_on_host)
         return model
 
 
-class _EvaluatesOnHost(nn.Module):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.training:
-            return super().__call__(*args, **kwargs)
-        with results_on_host(self, _detector_postprocess_lazily):
-            return super().__call__(*args, **kwargs)
+def _forward_on_host(
+    model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if model.training:
+        return forward(*args, **kwargs)
+    with results_on_host(model, _detector_postprocess_on_host):
+        return forward(*args, **kwargs)
+
+
+class _PastedMasks:
+    """The masks of an image's objects, each [height, width], pasted when it is needed.
+
+    It is what evaluators, ``Instances`` and ``Visualizer`` use of a tensor [N, height, width].
+
+    Args:
+        scores: of each object's mask within its box [N, size, size].
+        boxes: the objects' boxes in the image.
+        image_size: height and width in pixels.
+        threshold: the score from which on a pixel belongs to the object.
+    """
+
+    def __init__(
+        self, scores: torch.Tensor, boxes: Boxes, image_size: tuple[int, int], threshold: float
+    ) -> None:
+        self._scores, self._boxes = scores, boxes
+        self._image_size, self._threshold = image_size, threshold
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def __getitem__(self, item: Any) -> Any:
+        if isinstance(item, int) or (isinstance(item, torch.Tensor) and item.dim() == 0):
+            item = int(item)
+            if not -len(self) <= item < len(self):
+                raise IndexError(f"mask {item} of {len(self)}")  # which ends an iteration
+            return self[[item]].to_tensor()[0]
+        of_image = (self._image_size, self._threshold)
+        return _PastedMasks(self._scores[item], self._boxes[item], *of_image)
+
+    def to_tensor(self) -> torch.Tensor:
+        """All masks [N, height, width], bool."""
+        of_image = (self._image_size, self._threshold)
+        return paste_masks_in_image(self._scores, self._boxes, *of_image)
+
+    def to(self, *args: Any, **kwargs: Any) -> "_PastedMasks":
+        return self  # masks are on the host
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        masks = self.to_tensor().numpy()
+        return masks if dtype is None else masks.astype(dtype, copy=False)
 
 
 class _HostMasks(torch.Tensor):
@@ -91,7 +134,6 @@ class _HostMasks(torch.Tensor):
 
 
 def _to_host(value: Any) -> Any:
-    value = value.compute() if isinstance(value, LazyRows) else value
     is_other = isinstance(value, torch.Tensor) and not isinstance(value, _HostMasks)
     return value.cpu() if is_other else value
 
@@ -135,26 +177,7 @@ def _on_host(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     return postprocess_on_host
 
 
-def _pasted(
-    masks: torch.Tensor, boxes: Boxes, image_size: tuple[int, int], threshold: float
-) -> LazyRows:
-    """The masks [N, height, width] of an image's objects, pasted when they are needed.
-
-    Args:
-        masks: the scores of each object's mask within its box [N, size, size].
-        boxes: the objects' boxes in the image.
-        image_size: height and width in pixels.
-        threshold: the score from which on a pixel belongs to the object.
-    """
-
-    def rows(numbers: torch.Tensor) -> torch.Tensor:
-        return paste_masks_in_image(masks[numbers], boxes[numbers], image_size, threshold)
-
-    like = torch.empty(1, *image_size, dtype=torch.bool, device="meta")
-    return LazyRows(rows, torch.arange(len(masks)), like, 0, masks.device)
-
-
-def _detector_postprocess_lazily(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+def _detector_postprocess_on_host(postprocess: Callable[..., Any]) -> Callable[..., Any]:
     def postprocess_on_host(
         results: Instances, output_height: int, output_width: int, mask_threshold: float = 0.5
     ) -> Instances:
@@ -169,7 +192,7 @@ def _detector_postprocess_lazily(postprocess: Callable[..., Any]) -> Callable[..
         results.remove("roi_masks")
         masks = masks[:, 0] if isinstance(masks, torch.Tensor) else masks.tensor
         size = (int(output_height), int(output_width))
-        results.pred_masks = _pasted(masks, results.pred_boxes, size, mask_threshold)
+        results.pred_masks = _PastedMasks(masks, results.pred_boxes, size, mask_threshold)
         return results
 
     return postprocess_on_host

@@ -9,8 +9,8 @@ from detectron2.layers import FrozenBatchNorm2d
 from torch import nn
 
 from ..errors import ConfigError
+from .modules import find_modules
 from .registry import TECHNIQUES, ModulesTechnique, PositiveIntTechnique
-from .support import find_modules
 
 __all__: list[str] = []  # they are found by their names
 

@@ -18,7 +18,6 @@ from ..common.checks import (
     did_you_mean,
     value_of,
 )
-from ..common.patching import change_class
 from ..errors import ConfigError
 
 __all__ = [
@@ -57,7 +56,7 @@ class Technique:
             - "model": the model, before DDP is around it
             - "optimizer": the optimizer, with its model's parameters
             - "loader": the function that makes the training loader of a config
-            - "evaluation": the model, before it is evaluated; its class is put back afterwards
+            - "evaluation": the model, before it is evaluated; its forward is put back afterwards
         order: techniques with a higher one are applied later, around the others.
         in_plans: whether plans may use it.
         gpu_only: whether it saves memory on GPUs only.
@@ -215,9 +214,11 @@ def ready_to_evaluate(model: nn.Module, cfg: CfgNode, announce: bool = True) -> 
         model: without DDP around it.
         announce: as for :func:`apply_techniques`.
     """
-    original = type(model)
+    original = vars(model).get("forward")
     apply_techniques("evaluation", model, cfg, announce)
     try:
         yield
     finally:
-        change_class(model, original)
+        vars(model).pop("forward", None)
+        if original is not None:
+            model.forward = original

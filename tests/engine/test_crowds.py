@@ -25,11 +25,11 @@ CROWD = (30, 7)  # objects of the images of an iteration
 def model_of(family, few_at_a_time):
     if family == "mask_rcnn":
         cfg = tiny_cfg(family)
-        cfg.MEMFIT.HEADS.SHARED_BITMASKS = few_at_a_time
+        cfg.MEMFIT.MASKS.PACKED = few_at_a_time
         cfg.MEMFIT.MATCHING.CHUNK_SIZE = 64 if few_at_a_time else None
     else:
         cfg = tiny_transformers_cfg(family, has_masks=family != "rt_detr_v2")
-        cfg.MEMFIT.CRITERION.CHUNK_SIZE = 5 if few_at_a_time else None
+        cfg.MEMFIT.MASKS.PACKED = few_at_a_time
     assert bool(techniques_on("model", cfg)) == few_at_a_time
     return apply_techniques("model", tiny_model(cfg), cfg)
 
@@ -100,13 +100,13 @@ def test_a_resumed_run_has_the_weights_of_one_that_was_not_interrupted(family, c
         cfg = tiny_transformers_cfg(family, has_masks=True)
         cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
         cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.SOLVER.MAX_ITER = 2, 2, 4
-        cfg.MEMFIT.CRITERION.CHUNK_SIZE = chunk_size
+        cfg.MEMFIT.MASKS.PACKED = chunk_size
         cfg.OUTPUT_DIR = str(tmp_path / folder)
         return [resumed.train(cfg, *part, Trainer) for part in parts]
 
-    (plain,) = run("plain", None, (0, 4))
-    (straight,) = run("straight", 5, (0, 4))
-    first, second = run("resumed", 5, (0, 2), (2, 4))
+    (plain,) = run("plain", False, (0, 4))
+    (straight,) = run("straight", True, (0, 4))
+    first, second = run("resumed", True, (0, 2), (2, 4))
     assert first["images"] + second["images"] == straight["images"] == plain["images"]
     assert first["losses"] + second["losses"] == straight["losses"]
     assert_equal(second["weights"], straight["weights"])

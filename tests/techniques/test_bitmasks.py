@@ -5,7 +5,6 @@ from detectron2.projects.point_rend import add_pointrend_config
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import get_technique
 
@@ -27,7 +26,7 @@ def test_losses_and_gradients_are_equal_to_the_last_bit(is_point_rend):
     for is_on in (False, True):
         model = tiny_model(cfg)
         if is_on:
-            get_technique("SharedBitMaskTargets").apply(model, cfg)
+            get_technique("PackedMasks").apply(model, cfg)
         torch.manual_seed(0)
         with EventStorage():
             losses = model(images(2, num_instances=5))
@@ -45,7 +44,7 @@ def test_proposals_make_no_copies():
     for is_on in (False, True):
         model = tiny_model(cfg)
         if is_on:
-            get_technique("SharedBitMaskTargets").apply(model, cfg)
+            get_technique("PackedMasks").apply(model, cfg)
         torch.manual_seed(0)
         with TensorMeter() as meter, EventStorage():
             losses.append(model(batch))
@@ -53,9 +52,3 @@ def test_proposals_make_no_copies():
     proposals = cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN
     assert peaks[1] < peaks[0] - 0.5 * proposals * 256 * 256
     assert losses[0] == losses[1]
-
-
-def test_a_model_without_roi_heads_is_an_error():
-    cfg = tiny_cfg("retinanet")
-    with pytest.raises(ConfigError, match=r"SHARED_BITMASKS: the model has no ROI heads"):
-        get_technique("SharedBitMaskTargets").apply(tiny_model(cfg), cfg)

@@ -35,7 +35,7 @@ from d2_memfit import AccumulatingTrainer, get_cfg
 from d2_memfit.common.units import MB
 from d2_memfit.config import load_cfg
 from d2_memfit.memory import OwnerMeter, TensorMeter
-from d2_memfit.techniques import TECHNIQUES, ChunkedMatcher, PairwiseQuality, get_technique
+from d2_memfit.techniques import TECHNIQUES, get_technique, pairwise_iou_in_chunks
 
 from . import guide
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
@@ -150,18 +150,10 @@ def matching(rounds: int) -> str:
     chunk_size = get_technique("ChunkedMatching").enabling_settings(get_cfg())[
         "MEMFIT.MATCHING.CHUNK_SIZE"
     ]
-
-    def chunked() -> tuple[torch.Tensor, torch.Tensor]:
-        quality = PairwiseQuality(
-            lambda rows, columns: pairwise_iou(instances[rows], anchors[columns]),
-            (NUM_INSTANCES, NUM_ANCHORS),
-            chunk_size,
-        )
-        return ChunkedMatcher(matcher)(quality)
-
+    in_chunks = pairwise_iou_in_chunks(chunk_size, pairwise_iou)
     sides = {
         "Detectron2": lambda: matcher(pairwise_iou(instances, anchors)),
-        f"chunks of {chunk_size}": chunked,
+        f"chunks of {chunk_size}": lambda: matcher(in_chunks(instances, anchors)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(rounds + 1):

@@ -17,7 +17,7 @@ from ...common.units import GB, MB
 from ...config import CARDS, Card, find_card
 from ...errors import ConfigError
 from ...memory import process_memory, take_library_buffers
-from ...techniques import MOST_IN_FLIGHT_BYTES
+from ...techniques import MOST_IN_FLIGHT
 from ..dry_run import Allocate, Allocation, Convolution, Free, Operator, Timeline, Work
 from .allocators import CachingAllocator, PageAllocator
 
@@ -358,7 +358,7 @@ class DeviceModel:
             seconds += part
             copied_at = max(copied_at, seconds) + copy.num_bytes / self.copied_bytes_per_s
             in_flight.append((copied_at, copy.num_bytes))
-            while in_flight[1:] and sum(size for _, size in in_flight) > MOST_IN_FLIGHT_BYTES:
+            while len(in_flight) > MOST_IN_FLIGHT:
                 seconds = max(seconds, in_flight.pop(0)[0])
         last = self._seconds_of(forward.operators)
         ratio = self.seconds(backward) / max(sum(parts) + last, 1e-12)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...techniques.support import find_blocks
+from ...techniques.blocks import find_blocks
 from .dry_run import DryRun
 from .timeline import BlockCall, Work
 

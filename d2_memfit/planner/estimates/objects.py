@@ -22,9 +22,7 @@ _LIMIT = 1000  # objects per image: dry runs with many chunks take long
 _MASKS_GB = 4  # RAM for the masks of a micro-batch, and a quarter of what is free at most
 _GUESSES = 4  # dry runs with numbers between two that are known
 _CLOSE = 0.05  # distance of a number that fits from one that does not, as a share of it
-_BOUND_BY_OBJECTS = (
-    *("SharedBitMaskTargets", "ChunkedMatching", "ChunkedCriterion", "ChunkedHeads"),
-)
+_BOUND_BY_OBJECTS = (*("PackedMasks", "ChunkedMatching", "ChunkedHeads"),)
 
 
 def objects_that_fit(

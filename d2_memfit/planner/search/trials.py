@@ -27,7 +27,7 @@ _NO_LIMIT = 2**62
 # In each tier, the least costly or harmful comes first; users' techniques come last.
 _ORDER = {
     "exact": (
-        *("SharedBitMaskTargets", "ChunkedMatching", "ChunkedCriterion", "EvaluationOnHost"),
+        *("PackedMasks", "ChunkedMatching", "EvaluationOnHost"),
         *("ShardedOptimizerStates", "ChunkedHeads", "ActivationCheckpointing"),
         "ActivationOffload",
     ),

@@ -25,7 +25,6 @@ from ...common.patching import (
     replaced_together,
     source_files,
 )
-from ...techniques import ChunkedMatcher
 from ..dry_run import DryRun, is_fake, make_fake, make_real
 from .compiled_operators import upright
 
@@ -44,14 +43,10 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     Their costs can be ties, which take long, or not be numbers. Targets of the boxes of anchors are
     not computed: nothing but a loss depends on them.
     """
-    compared: list[tuple[Boxes, Boxes]] = []  # by the matcher that runs in chunks
-    num_chunks = 0  # of that matcher; boxes are kept no longer than it runs
 
     def without_values(pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def fake_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
             tensors = [boxes1.tensor, boxes2.tensor]
-            if len(compared) < num_chunks:
-                compared.append((boxes1, boxes2))
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
             make_fake(tensors)
@@ -93,21 +88,6 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
 
         return match
 
-    def with_labels_of_chunks(call: Callable[..., Any]) -> Callable[..., Any]:
-        def match(self: ChunkedMatcher, quality: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal num_chunks
-            num_chunks = len(getattr(quality, "chunks", ()))
-            found = call(self, quality)
-            if any(len(boxes) * len(anchors) >= _LARGE_MATRIX for boxes, anchors in compared):
-                boxes, anchors = compared[0][0], [anchors for _, anchors in compared]
-                with run.paused():
-                    use_labels(found, self, boxes, type(boxes).cat(anchors))
-            num_chunks = 0
-            compared.clear()
-            return found
-
-        return match
-
     files = source_files(model.modules())
     names = [n for n in ("pairwise_iou", "pairwise_iou_rotated") if knows_function(files, n)]
     solver = "linear_sum_assignment"
@@ -117,7 +97,6 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
     # Models call these functions by name. They have no arguments that would choose others.
     groups: list[tuple[list[Any], dict[str, Any]]] = [
         ([Matcher], {"__call__": with_labels}),
-        ([ChunkedMatcher], {"__call__": with_labels_of_chunks}),
         (files, dict.fromkeys(names, without_values)),
         ([Box2BoxTransform], {"get_deltas": without_targets}),
         ([masks], {"rasterize_polygons_within_box": _once_per_box}),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from d2_memfit.errors import ConfigError
-from d2_memfit.techniques.support import find_modules
+from d2_memfit.techniques import find_modules
 
 from .average import averaged_model
 from .batch import Labels, images_of, labels_of

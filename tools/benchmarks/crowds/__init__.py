@@ -53,7 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar=("JSON", "FOLDER"),
         help="photographs of training, in COCO's format, in place of coins",
     )
-    parser.add_argument("--chunk-size", type=int, default=512, help="MEMFIT.CRITERION.CHUNK_SIZE")
     parser.add_argument("--memory-gb", type=float, help="limit of a process, if not what is free")
     parser.add_argument("--label", default="d2_memfit", help="name of this version in the tables")
     parser.add_argument("--report", action="store_true", help="only write the tables")
@@ -77,7 +76,6 @@ def steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 spec = {
                     "name": name,
                     "num_objects": num_objects,
-                    "chunk_size": args.chunk_size,
                     "rounds": args.rounds,
                     "size": args.size,
                     "projects": trees and str(trees.resolve()),
@@ -107,7 +105,6 @@ def sides_of(
                 "side": side,
                 "folder": folder,
                 "output_dir": output_dir,
-                "chunk_size": args.chunk_size,
                 "iterations": iterations,
                 "budget_gb": budget_gb,
                 "size": args.size,

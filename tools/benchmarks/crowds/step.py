@@ -39,9 +39,10 @@ OBJECTS = (20, 100, 500, 1000, 2000)
 NUM_CLASSES = 80
 NUM_POINTS = 12544  # at which masks are compared, in Mask2Former and its descendants
 LONG_S = 20.0  # after this time there is no further round
-CHUNKED_CRITERION = ["MEMFIT.CRITERION.CHUNK_SIZE"]
+PACKED = ["MEMFIT.MASKS.PACKED", True]
 FOR_MASK_RCNN = [
-    *("MEMFIT.HEADS.SHARED_BITMASKS", True, "MEMFIT.HEADS.CHUNK_SIZE", 32),
+    *PACKED,
+    *("MEMFIT.HEADS.CHUNK_SIZE", 32),
     *("MEMFIT.MATCHING.CHUNK_SIZE", 4096),
 ]
 
@@ -316,9 +317,9 @@ OF_CHECKOUTS: dict[str, Callable[..., Job]] = {
 JOBS = {**OF_LIBRARY, **OF_CHECKOUTS}
 
 
-def settings(name: str, chunk_size: int) -> list[Any]:
+def settings(name: str) -> list[Any]:
     """Keys and values of the technique for a model."""
-    return FOR_MASK_RCNN if JOBS[name] is mask_rcnn else [*CHUNKED_CRITERION, chunk_size]
+    return FOR_MASK_RCNN if JOBS[name] is mask_rcnn else PACKED
 
 
 class Side:
@@ -380,7 +381,6 @@ def largest_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) ->
 def measure(
     name: str,
     num_objects: int,
-    chunk_size: int,
     rounds: int,
     size: Optional[int] = None,
     projects: Optional[str] = None,
@@ -394,7 +394,7 @@ def measure(
     """
     enforce_budget(memory_gb or auto_budget_gb("cpu"), "cpu")
     job = JOBS[name](num_objects, size, projects and Path(projects))
-    sides = {"plain": Side(job, []), "technique": Side(job, settings(name, chunk_size))}
+    sides = {"plain": Side(job, []), "technique": Side(job, settings(name))}
     for side in sides.values():
         side.first_step()
     start = time.perf_counter()

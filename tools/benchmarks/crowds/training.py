@@ -26,7 +26,7 @@ from d2_memfit.techniques import apply_techniques
 
 from ..common import CONFIG, machine, sampled_data_bytes
 from ..crowded import EndsOfIterations
-from .step import CHUNKED_CRITERION, FOR_MASK_RCNN
+from .step import FOR_MASK_RCNN, PACKED
 
 PROJECT = Path(__file__).resolve().parents[3] / "projects" / "Transformers"
 SIDES = ("enough memory", "Detectron2", "split", "technique")
@@ -80,20 +80,20 @@ JOBS = {
 }
 
 
-def config_of(job: Job, size: int, chunk_size: Optional[int]) -> CfgNode:
+def config_of(job: Job, size: int, has_techniques: bool) -> CfgNode:
     """The job's config.
 
     Args:
-        chunk_size: MEMFIT.CRITERION.CHUNK_SIZE; None is without the techniques.
+        has_techniques: whether they are on.
     """
     opts = ["MODEL.DEVICE", "cpu", "MODEL.WEIGHTS", "", "MODEL.ROI_HEADS.NUM_CLASSES", 1, *job.opts]
     if not job.config:
-        return load_cfg(CONFIG, opts + ([] if chunk_size is None else FOR_MASK_RCNN))
+        return load_cfg(CONFIG, opts + (FOR_MASK_RCNN if has_techniques else []))
     sys.path.insert(0, str(PROJECT))
     from d2_transformers import add_transformers_config
 
     opts += ["TRANSFORMERS.RESOLUTION", size]
-    opts += [] if chunk_size is None else [*CHUNKED_CRITERION, chunk_size]
+    opts += PACKED if has_techniques else []
     file = PROJECT / "configs" / f"{job.config}.yaml"
     return load_cfg(str(file), opts, [add_transformers_config])
 
@@ -118,7 +118,6 @@ def train(
     side: str,
     folder: str,
     output_dir: str,
-    chunk_size: int,
     iterations: int,
     budget_gb: Optional[float] = None,
     size: Optional[int] = None,
@@ -139,7 +138,7 @@ def train(
     job = JOBS[name]
     size = size or job.size
     torch.manual_seed(0)
-    cfg = config_of(job, size, chunk_size if side == "technique" else None)
+    cfg = config_of(job, size, side == "technique")
     model = apply_techniques("model", build_model(cfg), cfg, announce=False)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     trained = [p for p in model.parameters() if p.requires_grad]

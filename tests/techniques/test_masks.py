@@ -1,22 +1,17 @@
 # Copyright (c) the d2_memfit developers.
 import copy
-import math
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from detectron2.structures import BitMasks, Instances
+from tiny import tiny_cfg
 
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques.support import (
-    PackedRows,
-    pack_masks,
-    packed_masks,
-    sharing_padded_masks,
-    with_packed_masks,
-)
-from d2_memfit.techniques.support.lazy_rows import LazyRowsChangeError
+from d2_memfit.techniques import apply_techniques
+from d2_memfit.techniques.masks import MaskBits, _sharing, pack_masks, with_packed_masks
 
 SIZES = [(40, 60), (33, 17), (8, 8), (1, 5)]
 
@@ -26,13 +21,13 @@ def masks(size=(40, 60), num=20, seed=0):
 
 
 def is_packed_tensor(value):
-    return isinstance(getattr(value, "rows", None), PackedRows)
+    return isinstance(value, MaskBits)
 
 
 def assert_same(packed, plain, is_packed=True):
     assert is_packed_tensor(packed) == is_packed
     assert (packed.shape, packed.dtype) == (plain.shape, plain.dtype)
-    assert torch.equal(packed.compute() if is_packed else packed, plain)
+    assert torch.equal(packed.unpacked() if is_packed else packed, plain)
 
 
 SHARED = {
@@ -77,12 +72,8 @@ def test_operators_give_what_they_give_for_the_masks(name, size):
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
 @pytest.mark.parametrize("align", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("from_bits", [False, True])
 @pytest.mark.parametrize("are_same", [False, True])
-def test_points_are_sampled_as_from_numbers_to_the_last_bit(
-    size, mode, align, dtype, from_bits, are_same, monkeypatch
-):
-    monkeypatch.setattr(packed_masks, "_PIXELS_OF_POINT", 0 if from_bits else math.inf)
+def test_points_are_sampled_as_from_numbers_to_the_last_bit(size, mode, align, dtype, are_same):
     plain = masks(size)
     # Some are outside, some on the corners and between pixels.
     grid = torch.rand(20, 50, 2, 2, dtype=dtype) * 2.2 - 1.1
@@ -119,7 +110,7 @@ def test_crops_are_those_of_bit_masks(size):
     assert torch.equal(BitMasks.cat([s, s]).tensor, BitMasks.cat([p, p]).tensor)
 
 
-@sharing_padded_masks
+@_sharing
 def pad(images):
     size = [max(lengths) for lengths in zip(*(image.shape for image in images))]
     padded = torch.zeros((len(images), *size), dtype=images[0].dtype)
@@ -170,15 +161,15 @@ def test_other_numbers_stay_as_they_are(value):
 def test_copies_and_pickles_have_the_masks():
     packed = pack_masks(masks())
     for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-        assert torch.equal(torch.as_tensor(other.tolist()), masks())
+        assert torch.equal(torch.from_numpy(other.numpy()), masks())
     assert torch.equal(torch.from_numpy(packed.numpy()), masks())
 
 
 def test_writing_into_them_is_an_error():
     packed = pack_masks(masks())
-    with pytest.raises(LazyRowsChangeError, match=r"writes into masks .* Set MEMFIT.CRITERION"):
+    with pytest.raises(RuntimeError, match="writes into packed masks"):
         packed[0] = True
-    with pytest.raises(LazyRowsChangeError, match="writes into masks"):
+    with pytest.raises(RuntimeError, match="writes into packed masks"):
         packed.logical_not_()
 
 
@@ -215,3 +206,37 @@ def test_masks_of_8000_x_8000_pixels_are_sampled_and_cropped():
     assert torch.equal(F.grid_sample(packed[:, None].float(), grid, align_corners=False), expected)
     crops = BitMasks(plain).crop_and_resize(boxes, 28)
     assert torch.equal(BitMasks(packed).crop_and_resize(boxes, 28), crops)
+
+
+class ComparesAllPixels(torch.nn.Module):
+    """Keeps whole masks for the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = torch.nn.Sequential(Compares(), Compares())
+
+    def forward(self, masks):
+        return self.part[0](masks) + self.part[1](masks)
+
+
+class Compares(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(20, 600, 600))
+
+    def forward(self, masks):
+        return F.binary_cross_entropy_with_logits(self.weight * masks[0].float(), masks[0].float())
+
+
+@pytest.mark.parametrize("context", [nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("modules", [[], ["all"], ["*"]])
+@pytest.mark.parametrize("offloaded", [[], ["*"]])
+def test_whole_masks_are_kept_for_the_backward_with_other_techniques(context, modules, offloaded):
+    cfg, gradients = tiny_cfg(), []
+    cfg.MEMFIT.CHECKPOINT.MODULES, cfg.MEMFIT.OFFLOAD.MODULES = modules, offloaded
+    for cfg.MEMFIT.MASKS.PACKED in (False, True):
+        model = apply_techniques("model", ComparesAllPixels(), cfg)
+        with context():
+            model([masks((600, 600))]).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ...compat.pytorch import Convolution
-from .modules import own_class
+from ..compat.pytorch import Convolution
+from .modules import has_forward
 
 __all__ = ["find_blocks"]
 
@@ -58,9 +58,9 @@ def _walk(module: nn.Module, prefix: str, members: set[int], seen: set[int]) -> 
 
 def _repeated(series: nn.Module) -> list[nn.Module]:
     """Members that share their class with another member, without single layers."""
-    members = [m for m in series.children() if _is_called(m) and not _is_layer(m)]
-    counts = Counter(map(own_class, members))
-    return [m for m in members if counts[own_class(m)] > 1 and _num_parameters(m)]
+    members = [m for m in series.children() if has_forward(m) and not _is_layer(m)]
+    counts = Counter(map(type, members))
+    return [m for m in members if counts[type(m)] > 1 and _num_parameters(m)]
 
 
 def _is_stage(module: nn.Module) -> bool:
@@ -70,7 +70,7 @@ def _is_stage(module: nn.Module) -> bool:
 
 
 def _is_made_of_layers(module: nn.Module) -> bool:
-    if not _is_called(module) or _is_layer(module) or not _num_parameters(module):
+    if not has_forward(module) or _is_layer(module) or not _num_parameters(module):
         return False
     return all(map(_is_layer, _parts(module)))
 
@@ -94,10 +94,6 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module is a single layer; Detectron2's convolutions contain their normalisation."""
     return isinstance(module, Convolution) or not any(True for _ in module.children())
-
-
-def _is_called(module: nn.Module) -> bool:
-    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def _num_parameters(module: nn.Module) -> int:

@@ -4,7 +4,7 @@ from detector_parts import MLP, Block, ConvNorm, Detector, SeriesHead
 from tiny import tiny_cfg, tiny_model
 from torch import nn
 
-from d2_memfit.techniques.support import find_blocks
+from d2_memfit.techniques.blocks import find_blocks
 
 
 def test_blocks_of_transformers_and_heads():
