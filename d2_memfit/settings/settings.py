@@ -1,24 +1,36 @@
 # Copyright (c) the d2_memfit developers.
 """The settings of a run, parsed and checked once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Optional
+from functools import cached_property, partial
+from typing import Any, Optional
 
 from detectron2.config import CfgNode
+from detectron2.engine import DefaultTrainer
 from detectron2.utils import comm
 
 from .. import compat
-from ..common.checks import check_positive_int
-from ..config import budget_of_preset, with_memfit_keys, with_settings
+from ..common.checks import check_all, check_positive_int
+from ..config import (
+    PRESETS,
+    check_arguments,
+    checks_of,
+    with_memfit_keys,
+    with_settings,
+)
+from ..errors import ConfigError
 from ..iteration import BatchGeometry
 from ..memory import auto_budget_gb
-from ..techniques import workers_bytes
-from .key_checks import check_arguments, check_settings
-from .lazy import named
+from ..techniques import TECHNIQUES, workers_bytes
 
-__all__ = ["NormalizerOptions", "RecoveryOptions", "Settings"]
+__all__ = [
+    "NormalizerOptions",
+    "RecoveryOptions",
+    "Settings",
+    "auto_scale_workers",
+    "check_settings",
+]
 
 
 @dataclass(frozen=True)
@@ -75,36 +87,30 @@ class Settings:
     ranks: int
 
     @classmethod
-    def from_cfg(
-        cls,
-        cfg: CfgNode,
-        ranks: Optional[int] = None,
-        name: Callable[[str], str] = str,
-        trains: bool = True,
-    ) -> "Settings":
+    def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, trains: bool = True) -> "Settings":
         """Check a config, and fill in what it leaves open.
 
         Args:
             ranks: processes that train together; None for those of this run.
-            name: returns the name that the user gave to a key, for errors.
             trains: False for an evaluation, which does not read the keys of training.
 
         Raises:
             ConfigError: some values cannot work, and the message names all of them. Or BUDGET_GB is
                 "auto", and free memory cannot be measured.
         """
-        is_a_rank = comm.get_world_size() > 1
+        ranks_here = compat.local_world_size() if comm.get_world_size() > 1 else ranks
         ranks = comm.get_world_size() if ranks is None else ranks
         check_positive_int("num_gpus", ranks)
-        with named(name):
-            cfg = check_settings(with_memfit_keys(cfg), ranks, trains=trains)
-            if not cfg.is_frozen():
-                cfg = cfg.clone()
-                cfg.freeze()
-            ranks_here = compat.local_world_size() if is_a_rank else ranks
-            return cls(
-                with_settings(cfg, {"MEMFIT.BUDGET_GB": _budget(cfg, ranks, ranks_here)}), ranks
-            )
+        cfg = check_settings(with_memfit_keys(cfg), ranks, trains)
+        budget_gb = cfg.MEMFIT.BUDGET_GB
+        if budget_gb is None and cfg.MEMFIT.PRESET:
+            budget_gb = PRESETS[cfg.MEMFIT.PRESET]
+        if budget_gb == "auto":
+            of_workers = workers_bytes(cfg, ranks)
+            budget_gb = auto_budget_gb(cfg.MODEL.DEVICE, ranks_here or ranks, of_workers)
+        cfg = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb})
+        cfg.freeze()
+        return cls(cfg, ranks)
 
     @cached_property
     def geometry(self) -> BatchGeometry:
@@ -124,14 +130,70 @@ class Settings:
     def normalizers(self) -> NormalizerOptions:
         """Options for the counts that losses are divided by."""
         node = self.cfg.MEMFIT.NORMALIZERS
-        return NormalizerOptions(**{key.lower(): value for key, value in node.items()})
+        return NormalizerOptions(node.POLICY, node.LOSSES)
 
 
-def _budget(cfg: CfgNode, ranks: int, ranks_here: int) -> Optional[float]:
-    """The budget in GB. MEMFIT.PRESET gives it, unless BUDGET_GB does; "auto" is measured."""
-    budget_gb = cfg.MEMFIT.BUDGET_GB
-    if budget_gb is None and cfg.MEMFIT.PRESET:
-        return budget_of_preset(cfg.MEMFIT.PRESET)
-    if budget_gb == "auto":
-        return auto_budget_gb(cfg.MODEL.DEVICE, ranks_here, workers_bytes(cfg, ranks))
-    return budget_gb
+def check_settings(cfg: CfgNode, ranks: Optional[int] = None, trains: bool = True) -> CfgNode:
+    """Check a config that has all keys of d2_memfit.
+
+    Args:
+        ranks: the number of ranks; None if it is not known.
+        trains: False for an evaluation, which does not read the keys of training.
+
+    Returns:
+        CfgNode: the config, scaled to the ranks by :func:`auto_scale_workers`.
+
+    Raises:
+        ConfigError: some values cannot work. The message has a line for each.
+    """
+    scaled = [cfg]
+
+    def checks() -> Iterator[tuple[Sequence[str], Callable[[], Any]]]:
+        yield from checks_of(cfg, trains)
+        if trains and ranks is not None:
+            for name, technique in TECHNIQUES:
+                yield [getattr(technique, "key", name)], partial(technique.check, cfg, ranks)
+            batch = ["SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS"]
+            yield batch, lambda: scaled.append(_scaled(cfg, ranks))
+
+    check_all(checks())
+    return scaled[-1]
+
+
+def _scaled(cfg: CfgNode, ranks: int) -> CfgNode:
+    scaled = auto_scale_workers(cfg, ranks)
+    if scaled.SOLVER.IMS_PER_BATCH % ranks:
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, {ranks}, "
+            f"got {scaled.SOLVER.IMS_PER_BATCH}"
+        )
+    return scaled
+
+
+def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
+    """Scale a config by Detectron2's rule. A rank that accumulates K batches counts as K ranks.
+
+    With SOLVER.REFERENCE_WORLD_SIZE 8, SOLVER.IMS_PER_BATCH 16 is an 8-GPU recipe of 2 images per
+    GPU. One GPU with SOLVER.ACCUMULATION_STEPS 8 runs it as IMS_PER_BATCH 2 x 8. The effective
+    batch is the same, so learning rate, steps and iterations do not change. With ACCUMULATION_STEPS
+    4 the effective batch is halved. Detectron2 then halves the learning rate and doubles the
+    iterations. Without REFERENCE_WORLD_SIZE, IMS_PER_BATCH is used unchanged.
+
+    Returns:
+        CfgNode: a new config with REFERENCE_WORLD_SIZE 0, so that it is not scaled again; or the
+        same config if there is nothing to do.
+    """
+    steps = cfg.SOLVER.get("ACCUMULATION_STEPS", 1)
+    reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
+    if reference == 0 or (steps == 1 and reference == num_workers):
+        return cfg
+    if cfg.SOLVER.IMS_PER_BATCH % reference:
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH must be divisible by SOLVER.REFERENCE_WORLD_SIZE, "
+            f"{reference}, got {cfg.SOLVER.IMS_PER_BATCH}"
+        )
+    scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers * steps)
+    if steps == 1:
+        return scaled
+    batch = scaled.SOLVER.IMS_PER_BATCH // steps
+    return with_settings(scaled, {"SOLVER.IMS_PER_BATCH": batch, "SOLVER.REFERENCE_WORLD_SIZE": 0})

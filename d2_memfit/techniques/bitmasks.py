@@ -26,9 +26,10 @@ class SharedBitMaskTargets(AdapterTechnique, BooleanTechnique):
     nothing.
 
     Source: github.com/facebookresearch/detectron2/issues/1912
+
+    Key: Whether proposals share the bit masks of an image's instances, instead of copying them.
     """
 
-    # Whether proposals share the bit masks of an image's instances, instead of copying them.
     key = "MEMFIT.HEADS.SHARED_BITMASKS"
     what = "ROI heads of Detectron2"
 

@@ -32,9 +32,10 @@ class ChunkedMatching(AdapterTechnique, PositiveIntTechnique):
     caches. It applies to the proposal network, ROI heads, RetinaNet and FCOS.
 
     Source: github.com/facebookresearch/detectron2/pull/3750, whose matcher loops over instances.
+
+    Key: Anchors that are matched to an image's instances at a time. None: all, as in Detectron2.
     """
 
-    # Anchors that are matched to an image's instances at a time. None: all, as in Detectron2.
     key = "MEMFIT.MATCHING.CHUNK_SIZE"
     what = "matching of Detectron2"
 

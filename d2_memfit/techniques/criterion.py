@@ -83,11 +83,12 @@ class ChunkedCriterion(AdapterTechnique, PositiveIntTechnique):
 
     Source: Carion et al., "End-to-End Object Detection with Transformers", arXiv:2005.12872, whose
     costs belong to single pairs of query and object.
+
+    Key: Objects of the batch that a DETR-like's matcher and criterion handle at a time. The matcher
+    computes costs, the criterion the losses of matched boxes, and of masks of full size, for which
+    32 save more. None: all.
     """
 
-    # Objects of the batch that a DETR-like's matcher and criterion handle at a time. The
-    # matcher computes costs, the criterion the losses of matched boxes, and of masks of full
-    # size, for which 32 save more. None: all.
     key = "MEMFIT.CRITERION.CHUNK_SIZE"
     what = "Hungarian matching by SciPy's linear_sum_assignment"
 

@@ -50,13 +50,14 @@ class DenoisingQueries(PositiveIntTechnique):
     each other, so their predictions differ a little. All objects are matched, as before.
 
     Source: Zhang et al., "DINO", arXiv:2203.03605, whose queries are for all objects.
+
+    Key: Objects of an image that have denoising queries at a time, each of them counted once in
+    each group, as in num_denoising of transformers. If an image has more objects, a random choice
+    of them has queries in each forward. None: all, as in the project.
     """
 
     tier = "recipe"
     part = "model"
-    # Objects of an image that have denoising queries at a time, each of them counted once in
-    # each group, as in num_denoising of transformers. If an image has more objects, a random
-    # choice of them has queries in each forward. None: all, as in the project.
     key = "MEMFIT.CRITERION.DENOISING_QUERIES"
 
     @classmethod
