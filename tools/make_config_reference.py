@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from d2_memfit.common.checks import Check
 from d2_memfit.config.keys import KEYS, Key
 from d2_memfit.settings import lazy_name
 from d2_memfit.techniques import TECHNIQUES
@@ -73,7 +74,10 @@ def keys() -> Iterator[Key]:
         if hasattr(technique, "key"):
             text = (inspect.getdoc(technique) or "").partition("\n\nKey: ")[2].partition("\n\n")[0]
             text = f"{' '.join(text.split())} Tier: {technique.tier}."
-            yield Key(technique.key, technique.off, technique.check_value, text)
+            check = technique.check_value
+            if technique.off is None:
+                check = Check(f"{check.what} or None", lambda value: value is None)
+            yield Key(technique.key, technique.off, check, text)
 
 
 def reference() -> str:
@@ -90,8 +94,7 @@ def reference() -> str:
 
 
 def _row(key: Key) -> str:
-    what = key.check.what + " or None" * (key.default is None)
-    cells = f"`{key.name}`", _escaped(what), f"`{key.default!r}`", _escaped(key.text)
+    cells = f"`{key.name}`", _escaped(key.check.what), f"`{key.default!r}`", _escaped(key.text)
     return f"| {' | '.join(cells)} |"
 
 

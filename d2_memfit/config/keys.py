@@ -18,7 +18,6 @@ from ..common.checks import (
     check_all,
     check_bool,
     check_device,
-    check_positive_int,
     choice,
     did_you_mean,
     fits,
@@ -37,7 +36,7 @@ class Key(NamedTuple):
     """A config key.
 
     Attributes:
-        check: a check for its values. None is always good if it is the default.
+        check: a check for its values.
         text: what it does, with its unit.
     """
 
@@ -46,16 +45,15 @@ class Key(NamedTuple):
     check: Check
     text: str
 
-    def check_value(self, name: str, value: Any) -> None:
-        """Raise :class:`ConfigError`, in which the key has this name, if a value cannot work."""
-        if value is not None or self.default is not None:
-            self.check(name, value)
+
+def _or_none(check: Check) -> Check:
+    return Check(f"{check.what} or None", lambda value: value is None or check.test(value))
 
 
 _IMAGES = whole(1, 10**6)
 _BUDGET = Check(
-    "a number of GB above 0, such as 6 or 7.5, or 'auto'",
-    lambda value: value == "auto" or (fits(value, float) and value > 0),
+    "a number of GB above 0, such as 6 or 7.5, 'auto' or None",
+    lambda value: value in (None, "auto") or (fits(value, float) and value > 0),
 )
 _PRESET = Check(f"{', '.join(PRESETS)} or ''", lambda value: value in ("", *PRESETS))
 _COUNTS = Check(
@@ -77,7 +75,7 @@ KEYS = (
         "Batches from the data loader for one optimizer step. The effective batch has "
         "IMS_PER_BATCH x ACCUMULATION_STEPS images. MAX_ITER, STEPS and all periods count "
         "optimizer steps."),
-    Key("MEMFIT.MICRO_BATCH", None, check_positive_int,
+    Key("MEMFIT.MICRO_BATCH", None, _or_none(whole()),
         "Images of each rank in one forward and backward. The effective batch stays the same. "
         "None: the loader's batch, IMS_PER_BATCH / number of ranks."),
     Key("MEMFIT.AMP_DTYPE", "float16", choice("float16", "bfloat16"),
@@ -91,19 +89,13 @@ KEYS = (
         "margin. None: no limit."),
     Key("MEMFIT.PRESET", "", _PRESET,
         "A budget by the nominal memory of a card, instead of BUDGET_GB. --card 6GB sets it."),
-    Key("MEMFIT.STOP_ON_SIGNALS", True, check_bool,
-        "Whether SIGTERM, SIGINT, SIGUSR2 and SIGHUP end the run after the current iteration, "
-        "with a checkpoint."),
     Key("MEMFIT.OOM.POLICY", "raise", choice("raise", "split"),
         "What happens at an out-of-memory error. raise ends the run, as in Detectron2. split "
         "undoes the unfinished work and runs the same images again in smaller micro-batches, in "
         "training and in evaluation."),
-    Key("MEMFIT.OOM.ALLOW_RESIZE", False, check_bool,
-        "Whether an image that does not fit alone may be trained on at 0.7, 0.49 or 0.34 of its "
-        "size."),
-    Key("MEMFIT.OOM.LAST_RESORT", "raise", choice("raise", "skip"),
-        "What happens to an image that does not fit at all: raise an error that names it, or skip "
-        "it."),
+    Key("MEMFIT.OOM.LAST_RESORT", "raise", choice("raise", "resize", "skip"),
+        "What happens to an image that does not fit alone. raise an error that names it; resize it "
+        "to 0.7, 0.49 or 0.34 of its size, then raise; or skip it."),
     Key("MEMFIT.NORMALIZERS.POLICY", "window", choice("window", "exact", "off"),
         "Which counts in losses come from the whole effective batch, if it runs in several "
         "micro-batches. window: counts that the model adds up over ranks, those of window_count, "
@@ -112,19 +104,19 @@ KEYS = (
     Key("MEMFIT.NORMALIZERS.LOSSES", [], _COUNTS,
         "What losses are divided by, if the model does not add up a count over ranks: objects, "
         "the annotated objects in the batch; or sum, for a loss that is a sum over images."),
-    Key("MEMFIT.MONITOR.PERIOD", None, check_positive_int,
+    Key("MEMFIT.MONITOR.PERIOD", None, _or_none(whole()),
         "Iterations between reports of the memory of all ranks, in the log and as scalars "
         "memfit/... None: no reports."),
-    Key("MEMFIT.MONITOR.LEAK_WINDOW", None, whole(40),
-        "Iterations over which memory must grow steadily for a warning about a leak. None: no "
-        "warning."),
-    Key("MEMFIT.MONITOR.SNAPSHOT_ON_OOM", False, check_bool,
+    Key("MEMFIT.MONITOR.LEAKS", None, _or_none(whole(40)),
+        "Iterations over which memory must grow steadily for a warning that names the tensors that "
+        "grow, such as 400. None: no warning."),
+    Key("MEMFIT.MONITOR.SNAPSHOT", False, check_bool,
         "Whether OUTPUT_DIR/memfit_oom_<number>.json shows the owners of the memory at the first "
         "three out-of-memory errors."),
     Key("MEMFIT.PLAN.ENABLED", False, check_bool,
         "Whether fit_config, which d2-memfit train calls, plans before training so that the job "
         "fits BUDGET_GB."),
-    Key("MEMFIT.PLAN.MARGIN", None, _MARGIN,
+    Key("MEMFIT.PLAN.MARGIN", None, _or_none(_MARGIN),
         "Headroom of a plan, as a share of the budget."),
     Key("MEMFIT.PLAN.RISK", 0.05, _RISK,
         "The chance that a run needs more than its budget, which decides the headroom of a plan."),
@@ -155,12 +147,7 @@ _DETECTRON2: dict[str, Callable[[str, Any], Any]] = {
     "SOLVER.REFERENCE_WORLD_SIZE": whole(0),
     "DATALOADER.NUM_WORKERS": whole(0),
     **dict.fromkeys(("INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST"), _SIZES),
-    **dict.fromkeys(("INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"), check_positive_int),
-}
-# Arguments that have other names than keys.
-_ARGUMENTS = {
-    "accumulation_steps": "SOLVER.ACCUMULATION_STEPS",
-    "micro_batch_size": "MEMFIT.MICRO_BATCH",
+    **dict.fromkeys(("INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"), whole()),
 }
 
 
@@ -192,20 +179,16 @@ def default_keys() -> CN:
     return cfg
 
 
-def check_arguments(node: str, arguments: Mapping[str, Any]) -> None:
-    """Check the arguments of a class by the checks of the keys that they correspond to.
-
-    Args:
-        node: the node of the keys, such as "MEMFIT.OOM".
+def check_arguments(values: Mapping[str, Any]) -> None:
+    """Check the values of some keys.
 
     Raises:
-        ConfigError: some values cannot work. The message has a line for each.
+        ConfigError: some cannot work. The message has a line for each.
     """
-    known = {key.name: key for key in KEYS}
-    names = {_ARGUMENTS.get(name, f"{node}.{name.upper()}"): name for name in arguments}
     check_all(
-        ([key], partial(known[key].check_value, names[key], arguments[names[key]]))
-        for key in names.keys() & known.keys()
+        ([key.name], partial(key.check, key.name, values[key.name]))
+        for key in KEYS
+        if key.name in values
     )
 
 
@@ -215,7 +198,9 @@ def checks_of(cfg: CN, trains: bool = True) -> Iterator[tuple[Sequence[str], Cal
     Args:
         trains: False for an evaluation, which does not read the keys of training.
     """
-    for key, check in {**_DETECTRON2, **{key.name: key.check_value for key in KEYS}}.items():
+    checks: dict[str, Callable[[str, Any], Any]] = {**_DETECTRON2}
+    checks |= {key.name: key.check for key in KEYS}
+    for key, check in checks.items():
         if trains or not key.startswith("SOLVER."):
             yield [key], partial(check, key, value_of(cfg, key))
     for name, technique in TECHNIQUES:

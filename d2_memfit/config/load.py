@@ -2,8 +2,7 @@
 """Functions that make, complete and load configs with the keys of d2_memfit."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -12,22 +11,14 @@ import yaml
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg as _get_detectron2_cfg
 
-from ..common.checks import check_all, did_you_mean, value_of
+from ..common.checks import check_all, did_you_mean
 from ..errors import ConfigError, UnknownKeyError
 from .files import find_config_file
 from .keys import checks_of, default_keys, keys_of, leaves
 from .yaml_arithmetic import arithmetic_in_yaml
 
-__all__ = [
-    "add_memfit_config",
-    "cfg_of_memfit",
-    "get_cfg",
-    "load_cfg",
-    "merge_opts",
-    "with_memfit_keys",
-    "with_settings",
-    "without_memfit_keys",
-]
+__all__ = ["add_memfit_config", "cfg_of_memfit", "get_cfg", "load_cfg", "merge_opts"]
+__all__ += ["with_memfit_keys", "with_settings", "without_memfit_keys"]
 
 Pairs = Sequence[tuple[str, Any, str]]  # keys, values, and the start of messages about them
 
@@ -47,12 +38,8 @@ def _add_missing(cfg: CN, defaults: CN) -> None:
 
 
 def with_memfit_keys(cfg: CN) -> CN:
-    """Add missing keys of d2_memfit to a copy of a config; the same config if none is missing."""
-    if {*keys_of(default_keys())} <= {*keys_of(cfg)}:
-        return cfg
-    with _changed(cfg) as complete:
-        add_memfit_config(complete)
-    return complete
+    """A copy of a config with missing keys of d2_memfit added."""
+    return _changed(cfg, add_memfit_config)
 
 
 def without_memfit_keys(cfg: CN) -> CN:
@@ -69,21 +56,23 @@ def with_settings(cfg: CN, settings: Mapping[str, Any]) -> CN:
     Raises:
         KeyError: there is no such key.
     """
-    with _changed(cfg) as changed:
+
+    def set_all(changed: CN) -> None:
         for key, value in settings.items():
             node, name = _node_of(changed, key)
             node[name] = value
-    return changed
+
+    return _changed(cfg, set_all)
 
 
-@contextmanager
-def _changed(cfg: CN) -> Iterator[CN]:
-    """A copy of a config, which can be changed while this is open; then frozen as the original."""
+def _changed(cfg: CN, change: Callable[[CN], None]) -> CN:
+    """A copy of a config after a change, frozen if the config is."""
     changed = cfg.clone()
     changed.defrost()
-    yield changed
+    change(changed)
     if cfg.is_frozen():
         changed.freeze()
+    return changed
 
 
 def _node_of(cfg: CN, key: str) -> tuple[CN, str]:
@@ -125,12 +114,12 @@ def load_cfg(
     cfg = get_cfg()
     for add in add_keys:
         try:
-            if _takes_nothing(add):
+            if inspect.signature(add).parameters:
+                add(cfg)
+            else:
                 made = add()
                 _add_missing(made, cfg)
                 cfg = made
-            else:
-                add(cfg)
         except Exception as e:  # whatever a project's code raises
             raise ConfigError(
                 f"{add.__name__} could not add a project's keys to the config "
@@ -139,14 +128,6 @@ def load_cfg(
     wrong = _merge_file(cfg, find_config_file(config_file)) if config_file else ()
     _merge(cfg, [*wrong, *_pairs(cfg, [*opts, *(later_opts if wrong else ())])])
     return cfg
-
-
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether a function takes no arguments, like a project's own ``get_cfg``."""
-    try:
-        return not inspect.signature(function).parameters
-    except ValueError:  # built-in ones
-        return False
 
 
 def merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
@@ -214,7 +195,6 @@ def _merge(cfg: CN, pairs: Pairs) -> None:
 
 
 def _merge_value(cfg: CN, key: str, value: Any, where: str, known: Sequence[str]) -> None:
-    defaults = default_keys()
     try:
         node, name = _node_of(cfg, key)
     except KeyError as e:
@@ -222,7 +202,7 @@ def _merge_value(cfg: CN, key: str, value: Any, where: str, known: Sequence[str]
         if key.startswith("MEMFIT."):
             text += ". If 0.2.0 had it, it left in 0.3.0: see CHANGELOG"
         raise UnknownKeyError(text) from e
-    if key in keys_of(defaults) and value_of(defaults, key) is None:
+    if dict(leaves(default_keys())).get(key, "") is None:
         node[name] = None  # of any type: MEMFIT.BUDGET_GB is 6, 5.5 or "auto"
     if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):
         value = list(value)  # OmegaConf's, too

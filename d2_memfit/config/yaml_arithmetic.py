@@ -12,7 +12,7 @@ such a value may only contain numbers, arithmetic, lists, list comprehensions, `
 
 import ast
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,14 +23,10 @@ from ..common.reading import SafeLoader
 
 __all__ = ["arithmetic_in_yaml"]
 
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv},
+    **{ast.Mod: operator.mod, ast.Pow: operator.pow},
 }
 
 
@@ -64,8 +60,7 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, (ast.List, ast.Tuple)):
-        items = [_value(item, names) for item in node.elts]
-        return items if isinstance(node, ast.List) else tuple(items)
+        return [_value(item, names) for item in node.elts]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, names)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:

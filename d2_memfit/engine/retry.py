@@ -278,7 +278,7 @@ class Recovery:
             raise OutOfMemoryError(
                 f"{totals.skipped_images} of {totals.seen_images} images did not fit and were "
                 f"skipped, more than the allowed share of {MAX_SKIPPED}. Lower "
-                "INPUT.MAX_SIZE_TRAIN, or set MEMFIT.OOM.ALLOW_RESIZE True"
+                "INPUT.MAX_SIZE_TRAIN, or set MEMFIT.OOM.LAST_RESORT resize"
             )
 
     def state_dict(self, learned: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class WindowRetries(Retries):
         if hard.failures == 2:
             return "it is run again with checkpointed activations, kept on the host"
         has_pixels = isinstance(image, dict) and isinstance(image.get("image"), torch.Tensor)
-        if options.allow_resize and hard.resizes < _MOST_RESIZES and has_pixels:
+        if options.last_resort == "resize" and hard.resizes < _MOST_RESIZES and has_pixels:
             hard.resizes += 1
             factor = _RESIZE_FACTOR**hard.resizes
             smaller = resize_image(hard.original, factor)

@@ -1,10 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """The settings of a run, parsed and checked once."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Optional
+from typing import Optional
 
 from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
@@ -38,7 +38,7 @@ class RecoveryOptions:
     """The keys of the config's node MEMFIT.OOM, and other values that recovery needs.
 
     Args:
-        allow_resize, last_resort: see the keys of these names.
+        last_resort: see the key of this name.
         output_dir: folder of memfit_oom.jsonl; "" for none.
         budget_gb: MEMFIT.BUDGET_GB, for messages.
 
@@ -46,13 +46,12 @@ class RecoveryOptions:
         ConfigError: a value cannot work.
     """
 
-    allow_resize: bool = False
     last_resort: str = "raise"
     output_dir: str = ""
     budget_gb: Optional[float] = None
 
     def __post_init__(self) -> None:
-        check_arguments("MEMFIT.OOM", vars(self))
+        check_arguments({"MEMFIT.OOM.LAST_RESORT": self.last_resort})
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,9 @@ class NormalizerOptions:
     losses: Sequence[Sequence[str]] = ()
 
     def __post_init__(self) -> None:
-        check_arguments("MEMFIT.NORMALIZERS", vars(self))
+        check_arguments(
+            {"MEMFIT.NORMALIZERS.POLICY": self.policy, "MEMFIT.NORMALIZERS.LOSSES": self.losses}
+        )
 
 
 @dataclass(frozen=True)
@@ -120,11 +121,10 @@ class Settings:
     @cached_property
     def recovery(self) -> Optional[RecoveryOptions]:
         """Options of recovery; None if an out-of-memory error is to end the run."""
-        keys = {key.lower(): value for key, value in self.cfg.MEMFIT.OOM.items()}
-        if keys.pop("policy") == "raise":
+        cfg, oom = self.cfg, self.cfg.MEMFIT.OOM
+        if oom.POLICY == "raise":
             return None
-        cfg = self.cfg
-        return RecoveryOptions(**keys, output_dir=cfg.OUTPUT_DIR, budget_gb=cfg.MEMFIT.BUDGET_GB)
+        return RecoveryOptions(oom.LAST_RESORT, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
 
     @cached_property
     def normalizers(self) -> NormalizerOptions:
@@ -146,28 +146,14 @@ def check_settings(cfg: CfgNode, ranks: Optional[int] = None, trains: bool = Tru
     Raises:
         ConfigError: some values cannot work. The message has a line for each.
     """
-    scaled = [cfg]
-
-    def checks() -> Iterator[tuple[Sequence[str], Callable[[], Any]]]:
-        yield from checks_of(cfg, trains)
-        if trains and ranks is not None:
-            for name, technique in TECHNIQUES:
-                yield [getattr(technique, "key", name)], partial(technique.check, cfg, ranks)
-            batch = ["SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS"]
-            yield batch, lambda: scaled.append(_scaled(cfg, ranks))
-
-    check_all(checks())
-    return scaled[-1]
-
-
-def _scaled(cfg: CfgNode, ranks: int) -> CfgNode:
-    scaled = auto_scale_workers(cfg, ranks)
-    if scaled.SOLVER.IMS_PER_BATCH % ranks:
-        raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, {ranks}, "
-            f"got {scaled.SOLVER.IMS_PER_BATCH}"
-        )
-    return scaled
+    checks = [*checks_of(cfg, trains)]
+    if trains and ranks is not None:
+        for name, technique in TECHNIQUES:
+            checks.append(([getattr(technique, "key", name)], partial(technique.check, cfg, ranks)))
+        batch = ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS")
+        checks.append((batch, partial(auto_scale_workers, cfg, ranks)))
+    check_all(checks)
+    return cfg if ranks is None or not trains else auto_scale_workers(cfg, ranks)
 
 
 def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
@@ -184,16 +170,15 @@ def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
         same config if there is nothing to do.
     """
     steps = cfg.SOLVER.get("ACCUMULATION_STEPS", 1)
-    reference = cfg.SOLVER.REFERENCE_WORLD_SIZE
+    batch, reference = cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.REFERENCE_WORLD_SIZE
+    what = "SOLVER.REFERENCE_WORLD_SIZE" if reference else "the number of ranks"
+    number = reference or num_workers
+    if batch % number:
+        raise ConfigError(
+            f"SOLVER.IMS_PER_BATCH must be divisible by {what}, {number}, got {batch}"
+        )
     if reference == 0 or (steps == 1 and reference == num_workers):
         return cfg
-    if cfg.SOLVER.IMS_PER_BATCH % reference:
-        raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH must be divisible by SOLVER.REFERENCE_WORLD_SIZE, "
-            f"{reference}, got {cfg.SOLVER.IMS_PER_BATCH}"
-        )
     scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers * steps)
-    if steps == 1:
-        return scaled
     batch = scaled.SOLVER.IMS_PER_BATCH // steps
     return with_settings(scaled, {"SOLVER.IMS_PER_BATCH": batch, "SOLVER.REFERENCE_WORLD_SIZE": 0})

@@ -147,7 +147,7 @@ def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments,
         (["train.accumulation_steps=0"], "SOLVER.ACCUMULATION_STEPS must be a positive integer"),
         (
             ["+train.memfit.micro_batch=1.5"],
-            "MEMFIT.MICRO_BATCH must be a positive integer, got 1.5",
+            "MEMFIT.MICRO_BATCH must be a positive integer or None, got 1.5",
         ),
         (
             ["train.amp.enabled=True", "+train.memfit.amp_dtype=float8"],
@@ -224,7 +224,7 @@ def test_the_options_of_a_budget_are_those_of_yaml_configs(arguments, tmp_path):
 
 def test_techniques_are_applied(arguments, tmp_path, log):
     keys = ["matching.chunk_size=100", "checkpoint.modules=[backbone]", "host.shared_dataset=True"]
-    keys += ["evaluation.on_host=True", "monitor.period=1", "monitor.snapshot_on_oom=True"]
+    keys += ["evaluation.on_host=True", "monitor.period=1", "monitor.snapshot=True"]
     run(*arguments, *(f"+train.memfit.{key}" for key in keys))
     assert all("memfit/allocated_peak_gb" in m for m in read_metrics(tmp_path / "output")[:2])
     for name in ("ChunkedMatching", "ActivationCheckpointing", "SharedDataset", "EvaluationOnHost"):

@@ -283,7 +283,7 @@ def test_an_image_that_does_not_fit_alone_is_eased_without_changing_what_is_comp
 def test_it_is_made_smaller_only_if_that_is_allowed(times, tmp_path):
     model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
     fails = FailsTimes(1, times)
-    trainer = failing(fails, model=model, allow_resize=True, output_dir=tmp_path)
+    trainer = failing(fails, model=model, last_resort="resize", output_dir=tmp_path)
     iterate(trainer)
     events = read_record(tmp_path)
     assert [e["action"] for e in events] == ACTIONS[: times + 1]
@@ -304,7 +304,7 @@ def test_the_last_resort_is_an_error_that_says_all(tmp_path):
         "GB allocated",
         "GB reserved, a budget of 6 GB",
         "(1) SOLVER.AMP.ENABLED True; (2) a smaller INPUT.MAX_SIZE_TRAIN; "
-        "(3) MEMFIT.OOM.ALLOW_RESIZE True",
+        "(3) MEMFIT.OOM.LAST_RESORT resize",
     ):
         assert part in text
     assert read_record(tmp_path)[-1]["action"] == "training stops"
@@ -388,7 +388,7 @@ def test_a_resized_image_stays_one_when_its_window_starts_over(tmp_path):
         return failures[names[0]] >= 0
 
     model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
-    trainer = failing(fails, 2, model, 2, allow_resize=True, output_dir=tmp_path)
+    trainer = failing(fails, 2, model, 2, last_resort="resize", output_dir=tmp_path)
     trainer.phase = "backward"
     iterate(trainer)
     assert [e["action"] for e in read_record(tmp_path)] == [*ACTIONS[:4], ACTIONS[1]]

@@ -33,7 +33,8 @@ def of_lazy(**train):
 
 
 STEPS = "must be a positive integer up to 1000000, got 0"
-SIZE = "must be a positive integer, got 1.5"
+SIZE = "must be a positive integer or None, got 1.5"
+CHUNK = "must be a positive integer, got 1.5"
 POLICY = "must be 'raise' or 'split', got 'wait'"
 WAYS = {
     "yacs": (
@@ -50,17 +51,17 @@ WAYS = {
     ),
     "a trainer": (
         lambda: trainer(accumulation_steps=0, micro_batch_size=1.5),
-        [f"accumulation_steps {STEPS}", f"micro_batch_size {SIZE}"],
+        [f"SOLVER.ACCUMULATION_STEPS {STEPS}", f"MEMFIT.MICRO_BATCH {SIZE}"],
     ),
     "nodes of a LazyConfig": (
         lambda: of_lazy(memfit={"oom": {"policy": "wait"}, "heads": {"chunk_size": 1.5}}),
-        [f"MEMFIT.OOM.POLICY {POLICY}", f"MEMFIT.HEADS.CHUNK_SIZE {SIZE}"],
+        [f"MEMFIT.OOM.POLICY {POLICY}", f"MEMFIT.HEADS.CHUNK_SIZE {CHUNK}"],
     ),
     "nodes of a Job": (
-        lambda: pieces(memfit={"oom": {"policy": "wait"}, "monitor": {"leak_window": 3}}),
+        lambda: pieces(memfit={"oom": {"policy": "wait"}, "monitor": {"leaks": 3}}),
         [
             f"MEMFIT.OOM.POLICY {POLICY}",
-            "MEMFIT.MONITOR.LEAK_WINDOW must be an integer of at least 40, got 3",
+            "MEMFIT.MONITOR.LEAKS must be an integer of at least 40 or None, got 3",
         ],
     ),
     "an unknown key of a Job": (
@@ -68,11 +69,8 @@ WAYS = {
         ["there is no config key MEMFIT.OOM.LAST_RESOR (did you mean MEMFIT.OOM.LAST_RESORT"],
     ),
     "options": (
-        lambda: RecoveryOptions(allow_resize=0, last_resort="x"),
-        [
-            "allow_resize must be True or False, got 0",
-            "last_resort must be 'raise' or 'skip', got 'x'",
-        ],
+        lambda: RecoveryOptions(last_resort="x"),
+        ["MEMFIT.OOM.LAST_RESORT must be 'raise', 'resize' or 'skip', got 'x'"],
     ),
     "images of pieces": (
         lambda: pieces(images_per_batch=-1, ranks=2),
