@@ -5,6 +5,7 @@ import functools
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Callable
 
 import torch
@@ -42,6 +43,10 @@ class ConfigError(MemfitError, ValueError):
 
 class ConfigErrors(ConfigError):
     """Several values cannot work; the message has a line for each."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("\n".join(map(one_line, errors)))
+        self.errors = errors
 
 
 class UnknownKeyError(ConfigError):

@@ -42,10 +42,10 @@ ROWS = {
     # What is not a file
     "estimate --config-file {d}/images": f"images' {NO_CONFIG}",
     "estimate --config-file {d}/loop.yaml": f"loop.yaml' {NO_CONFIG}",
-    "estimate --config-file {d}/base_folder.yaml": f"its _BASE_ {{d}}/images {NO_FILE}",
+    "estimate --config-file {d}/base_folder.yaml": "base_folder.yaml: [Errno 21] Is a directory: ",
     "estimate --config-file {d}/base_url.yaml": "<urlopen error [Errno 111] Connection refused>",
     "estimate --config-file http://127.0.0.1:9/a.yaml": "'http://127.0.0.1:9/a.yaml' does not ex",
-    "estimate --config-file {d}/bases.yaml": "its _BASE_ leads back to itself, or too far",
+    "estimate --config-file {d}/bases.yaml": "bases.yaml: its _BASE_ leads back to itself",
     "estimate --batch {d}/exits.py:f": "--batch must be MODULE:FUNCTION, such as",
     "estimate --coco h {d}/images {d}/images": f"dataset h: {{d}}/images {NO_FILE}",
     "predict --input {d}/loop.yaml": "--input {d}/loop.yaml cannot be read (Too many levels of sym",

@@ -19,7 +19,7 @@ from pages import write_section
 from tabulate import tabulate
 
 from d2_memfit import Job, plan_memory
-from d2_memfit.config import PRESETS, budget_of_preset, load_cfg
+from d2_memfit.config import PRESETS, load_cfg
 from d2_memfit.planner.writing import keys_as_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def preset(file: Path) -> str:
     if "SOLVER" not in keys:
         keys = {"_BASE_": f"{name}.yaml", "MEMFIT": {}}
     job = job_of(file if "SOLVER" in keys else file.with_name(keys["_BASE_"]))
-    plan = plan_memory(job, budget_of_preset(card), allow=["exact"], device="cuda")
+    plan = plan_memory(job, PRESETS[card], allow=["exact"], device="cuda")
     if not plan.fits:
         raise SystemExit(f"{file} needs a budget of {plan.smallest_budget_gb} GB")
     keys["MEMFIT"].update(yaml.safe_load(keys_as_yaml(job, plan))["MEMFIT"], PRESET=card)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from ..common.checks import check_positive_int
 from ..config import find_config_file, load_cfg
-from ..errors import ConfigError, UnknownKeyError
+from ..errors import ConfigError, ConfigErrors, UnknownKeyError
 from ..job import (
     PROJECT,
     GivenBatches,
@@ -69,14 +69,18 @@ def load_any_config(
     add_keys = [find_function(name) for name in args.project or guessed]
     opts = [*opts, *args.opts]
     try:
-        recipe = load_cfg(args.config_file, (), add_keys)
+        recipe = load_cfg(args.config_file, (), add_keys, opts)
         check = partial(check_settings, trains=bool(args.coco))  # the job checks the rest
         cfg, settings = with_data(recipe, args.coco, args.config_file, opts, check, progress=say)
-    except UnknownKeyError as e:
-        raise ConfigError(
-            f"{e}. If a project adds it, name the function that does: --project MODULE:FUNCTION, "
-            f"such as {PROJECT}; or the project's trainer: --trainer MODULE:CLASS"
-        ) from e
+    except ConfigError as e:
+        errors = getattr(e, "errors", [e])
+        for i, error in enumerate(errors):
+            if isinstance(error, UnknownKeyError):
+                errors[i] = ConfigError(
+                    f"{error}. If a project adds it, name the function that does: --project "
+                    f"MODULE:FUNCTION, such as {PROJECT}; or its trainer: --trainer MODULE:CLASS"
+                )
+        raise ConfigErrors(errors) from e
     settings = sorted(settings, key=lambda setting: bool(setting.key))  # complaints first
     args.notes += [f"From the data: {setting}" for setting in settings]
     return cfg

@@ -88,7 +88,9 @@ def after_no_plan(args: argparse.Namespace, plan: "Plan") -> str:
 def _without_budget(args: argparse.Namespace) -> list[str]:
     """The KEY VALUE pairs that set no budget, or, of a LazyConfig, the overrides."""
     if args.config_file.endswith(".py"):
-        return [text for text in args.opts if not text.lstrip("+").startswith("train.budget_gb=")]
+        return [
+            text for text in args.opts if not text.lstrip("+").startswith("train.memfit.budget_gb=")
+        ]
     pairs = zip(args.opts[::2], args.opts[1::2])
     return [word for pair in pairs if pair[0] not in _BUDGETS for word in pair]
 

@@ -42,7 +42,6 @@ from ..inference import WholeModelCheckpointer
 from ..memory import use_expandable_segments
 from ..planner import fit_config
 from ..settings import Precision, check_settings
-from ..settings.detectron2_keys import CHECKS_FOR_PROJECTS, DETECTRON2_CHECKS
 from . import train_lazy
 from .command_line import add_card_and_coco_options
 from .next_step import after_training
@@ -128,11 +127,10 @@ def prepare(
     opts = [*opts_of_budget(args.card, args.budget, args.opts), *args.opts]
     if args.training_only:
         opts = [*opts, "DATASETS.TEST", "()"]
-    recipe = load_cfg(args.config_file, (), add_keys)
+    recipe = load_cfg(args.config_file, (), add_keys, opts)
     ranks = world_size(args.num_gpus, args.num_machines)
     trains = not args.eval_only
-    checks = DETECTRON2_CHECKS if trainer is Trainer else CHECKS_FOR_PROJECTS
-    check = partial(check_settings, ranks=ranks, more=checks, trains=trains)
+    check = partial(check_settings, ranks=ranks, trains=trains)
     if args.hold_out is not None:
         cfg, _ = with_data(recipe, [], args.config_file, opts, check)
         args.coco = hold_out(args.coco, args.hold_out, cfg.OUTPUT_DIR, args.resume)

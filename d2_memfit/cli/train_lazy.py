@@ -7,14 +7,9 @@ FILE.py is a file, or the name of one in Detectron2's model zoo. In addition to 
 Detectron2's configs/common/train.py, it may have:
 
     train.accumulation_steps    batches from the loader per optimizer step (1)
-    train.micro_batch           images in one forward on each rank (None: the loader's batch)
     train.amp.enabled           mixed precision (False)
-    train.amp.dtype             "float16" or "bfloat16" ("float16")
-    train.budget_gb             as MEMFIT.BUDGET_GB, a number or "auto" (None)
-    train.oom                   a dict with the keys of MEMFIT.OOM in lower case ({})
-    train.memfit                the same for techniques and the monitor, such as
-                                {"checkpoint": {"modules": ["backbone"]}}, and for a card and
-                                a plan, {"preset": "6GB", "plan": {"enabled": True}} ({})
+    train.memfit                a dict with the keys of MEMFIT in lower case, such as
+                                {"budget_gb": 6, "oom": {"policy": "split"}} ({})
 """
 
 import argparse
@@ -41,7 +36,7 @@ from ..inference import WholeModelCheckpointer
 from ..job import Job, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments
 from ..planner import fit_config
-from ..settings import Precision, cfg_of_lazy, check_settings, lazy_name, named
+from ..settings import Precision, cfg_of_lazy, check_settings
 from .next_step import after_training
 from .options import opts_of_budget, opts_of_fit, with_opts
 from .run_folder import check_folder, set_up_rank
@@ -129,9 +124,8 @@ def prepare(args: argparse.Namespace) -> None:
             )
     cfg = load_config(args)
     ranks = world_size(args.num_gpus, args.num_machines)
-    with named(lazy_name):
-        keys = check_settings(cfg_of_lazy(cfg), ranks, trains=not args.eval_only)
-        Precision.from_cfg(keys)
+    keys = check_settings(cfg_of_lazy(cfg), ranks, trains=not args.eval_only)
+    Precision.from_cfg(keys)
     if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
     check_folder(args, cfg.train.output_dir, cfg.train.init_checkpoint)

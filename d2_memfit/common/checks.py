@@ -5,29 +5,31 @@ import difflib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Union, get_args, get_origin
 
 import torch
 from detectron2.config import CfgNode
 
-from ..errors import ConfigError, ConfigErrors, one_line
+from ..errors import ConfigError, ConfigErrors
 
 __all__ = [
+    "Check",
     "check_all",
     "check_bool",
     "check_choice",
     "check_device",
     "check_int",
-    "check_number",
     "check_positive_int",
     "check_positive_number",
     "check_strings",
+    "choice",
     "did_you_mean",
     "fits",
-    "must",
     "suggestion",
     "value_of",
+    "whole",
 ]
 
 
@@ -36,30 +38,46 @@ def value_of(cfg: CfgNode, key: str) -> Any:
     return reduce(getattr, key.split("."), cfg)
 
 
+@dataclass(frozen=True)
+class Check:
+    """Raises :class:`ConfigError` unless a value passes a test.
+
+    Attributes:
+        what: what a value must be, for messages and docs.
+    """
+
+    what: str
+    test: Callable[[Any], bool]
+
+    def __call__(self, name: str, value: Any) -> None:
+        if not self.test(value):
+            raise ConfigError(f"{name} must be {self.what}, got {value!r:.999}")
+
+
+def whole(least: int = 1, most: float = math.inf) -> Check:
+    """A check for integers."""
+    what = "a positive integer" if least == 1 else f"an integer of at least {least}"
+    return Check(
+        what if most == math.inf else f"{what} up to {most}",
+        lambda value: fits(value, int) and least <= value <= most,
+    )
+
+
+def choice(*texts: str) -> Check:
+    """A check for one of two or more texts."""
+    quoted = [repr(text) for text in texts]
+    what = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+    return Check(what, lambda value: isinstance(value, str) and value in texts)
+
+
 def check_int(name: str, value: object, at_least: int) -> None:
     """Raise :class:`ConfigError` unless ``value`` is an integer that is large enough."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < at_least:
-        what = "a positive integer" if at_least == 1 else f"an integer of at least {at_least}"
-        raise ConfigError(f"{name} must be {what}, got {value!r}")
-
-
-def check_positive_int(name: str, value: object) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is an integer of at least 1."""
-    check_int(name, value, at_least=1)
-
-
-def check_number(name: str, value: Any, most: float = math.inf) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is a finite number from 0 to ``most``."""
-    if not fits(value, float) or not 0 <= value <= most:
-        end = "" if most == math.inf else f" to {most}"
-        raise ConfigError(f"{name} must be a number from 0{end}, got {value!r}")
+    whole(at_least)(name, value)
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     """Raise :class:`ConfigError` unless ``value`` is one of two or more texts."""
-    if value not in choices:
-        texts = [repr(choice) for choice in choices]
-        raise ConfigError(f"{name} must be {', '.join(texts[:-1])} or {texts[-1]}, got {value!r}")
+    choice(*choices)(name, value)
 
 
 def check_device(name: str) -> torch.device:
@@ -86,19 +104,10 @@ def fits(value: Any, hint: Any) -> bool:
     return kind is Any or isinstance(value, kind)
 
 
-def must(what: str, test: Callable[[Any], bool]) -> Callable[[str, Any], None]:
-    """A check that raises :class:`ConfigError` unless a value passes a test."""
-
-    def check(name: str, value: Any) -> None:
-        if not test(value):
-            raise ConfigError(f"{name} must be {what}, got {value!r}")
-
-    return check
-
-
-check_bool = must("True or False", lambda value: isinstance(value, bool))
-check_positive_number = must("a positive number", lambda value: fits(value, float) and value > 0)
-check_strings = must("a list of names", lambda value: fits(value, list[str]))
+check_bool = Check("True or False", lambda value: isinstance(value, bool))
+check_positive_int = whole()
+check_positive_number = Check("a positive number", lambda value: fits(value, float) and value > 0)
+check_strings = Check("a list of names", lambda value: fits(value, list[str]))
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -127,6 +136,6 @@ def check_all(checks: Iterable[tuple[Sequence[str], Callable[[], Any]]]) -> None
                 errors.append(e)
                 wrong.update(keys)
     if len(errors) > 1:
-        raise ConfigErrors("\n".join(map(one_line, errors)))
+        raise ConfigErrors(errors)
     for error in errors:
         raise error

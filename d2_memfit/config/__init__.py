@@ -2,7 +2,6 @@
 """Config keys, config files and presets."""
 
 from .cards import *
-from .config import *
 from .files import *
 from .keys import *
-from .presets import *
+from .load import *

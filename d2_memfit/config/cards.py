@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""NVIDIA's cards by name, and the budget of a card."""
+"""NVIDIA's cards by name, and the budgets of cards."""
 
 import csv
 import math
@@ -10,9 +10,27 @@ from typing import Any, Optional
 
 from ..common.checks import did_you_mean
 from ..errors import ConfigError
-from .presets import PRESETS
 
-__all__ = ["CARDS", "Card", "cards_named", "find_card", "settings_of_card"]
+__all__ = ["CARDS", "PRESETS", "Card", "cards_named", "find_card", "settings_of_card"]
+__all__ += ["why_no_card_has"]
+
+# Memory, in GB of 2^30 bytes, that a process may take of a card of a nominal size: the smallest
+# "total capacity" that PyTorch reports for one, less 0.1. A card with a desktop has 0.3 to 1 GB
+# less: MEMFIT.BUDGET_GB "auto" measures the free memory.
+#
+# Drivers from 2024 on keep some 0.4 GB, earlier ones 0.2: a 6 GB RTX 2060 had 5.79
+# (facebookresearch/meshrcnn#92) and has 5.60. The smallest found in public logs, November 2026:
+# 4: RTX 3050 Laptop, 3.62. 5: MIG slice 1g.5gb of an A100, 4.75. 6: 5.60. 8: RTX 2080 SUPER, 7.60.
+# 10: RTX 3080, 9.62 (9.78 in zai-org/CogVideo#34). 11: RTX 2080 Ti, 10.56. 12: RTX 3060, 11.62.
+# 16: T4, 14.56 (Zheng-Chong/CatVTON#133). 24: A10 and L4, 21.96 (23,028 MiB in nvidia-smi:
+# modal-labs/modal-client#2797). 32: RTX 5090, 31.34 (31.37 in Wan-Video/Wan2.1#465). 40: A100,
+# 39.38. 48: L40, 44.34 (44.40 in QwenLM/Qwen3-VL#2097). 80: A100, 79.14 (lianqi1008/Control-GIC#6).
+# fmt: off
+PRESETS = {
+    "4GB": 3.5, "5GB": 4.6, "6GB": 5.5, "8GB": 7.5, "10GB": 9.5, "11GB": 10.4, "12GB": 11.5,
+    "16GB": 14.4, "24GB": 21.8, "32GB": 31.2, "40GB": 39.2, "48GB": 44.2, "80GB": 79.0,
+}
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -56,37 +74,35 @@ class Card:
         return {"MEMFIT.PRESET": "", "MEMFIT.BUDGET_GB": self.budget_gb}
 
 
+# Of Card.flops_per_s, with the column of cards.csv
+_FLOPS = {"float32": "float32", "tf32": "tf32", "float16": "16 bits", "bfloat16": "16 bits"}
+_FLOPS |= {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
+
+
 def _read_table() -> dict[str, Card]:
     """The rows of cards.csv by device."""
     lines = (Path(__file__).parent / "cards.csv").read_text().splitlines()
-    rows = csv.reader(line for line in lines if not line.startswith("#"))
-    header, *cells = [[cell.strip() for cell in row] for row in rows]
     cards: dict[str, Card] = {}
-    for row in (dict(zip(header, line)) for line in cells):
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        flops = {name: float(row[c]) * 1e12 for name, c in _FLOPS.items() if row[c]}
+        if float(row["capability"]) < 8:  # before Ampere, no units compute in bfloat16
+            flops["bfloat16"] = flops["float32"]
         device = _plain(row["card"]).replace(" ", "_")
         device += f"_{row['GB']}gb" if device in cards else ""
-        cards[device] = _card(device, row)
+        cards[device] = Card(
+            device=device,
+            name=row["card"],
+            memory_gb=float(row["GB"]),
+            usable_gb=float(row["usable GB"]),
+            capability=row["capability"],
+            context_mb=float(row["context MB"]),
+            flops_per_s=flops,
+            bytes_per_s=float(row["GB/s"]) * 1e9,
+            host_bytes_per_s=float(row["host GB/s"]) * 1e9,
+            float16_fails=row["remarks"] == "float16 fails",
+            is_unified=row["remarks"] == "unified",
+        )
     return cards
-
-
-def _card(device: str, row: dict[str, str]) -> Card:
-    columns = {"float32": "float32", "tf32": "tf32", "float16": "16 bits"}
-    # Before Ampere, no units compute in bfloat16.
-    columns["bfloat16"] = "16 bits" if float(row["capability"]) >= 8 else "float32"
-    columns["float8_e4m3fn"] = columns["float8_e5m2"] = "fp8"
-    return Card(
-        device=device,
-        name=row["card"],
-        memory_gb=float(row["GB"]),
-        usable_gb=float(row["usable GB"]),
-        capability=row["capability"],
-        context_mb=float(row["context MB"]),
-        flops_per_s={name: float(row[c]) * 1e12 for name, c in columns.items() if row[c]},
-        bytes_per_s=float(row["GB/s"]) * 1e9,
-        host_bytes_per_s=float(row["host GB/s"]) * 1e9,
-        float16_fails=row["remarks"] == "float16 fails",
-        is_unified=row["remarks"] == "unified",
-    )
 
 
 _WORDS = re.compile(
@@ -97,19 +113,10 @@ _FORM = re.compile(r"\b(pcie?|sxm\d?)\b")
 _SIZE = re.compile(r"(?<![\w.])(\d+) ?(?:gb|gib|g)\b")
 # Laptops' GTX 10, GTX 16 and RTX 20 have the memory, and most the name, of the card for desktops.
 _LIKE_DESKTOPS = re.compile(r"((?:gtx )?1[06]\d0.*?|(?:rtx )?20[678]0.*?) (?:laptop|max q)")
-_PREFIXES = ("", "rtx ", "gtx ", "jetson ")
-_ALSO = {  # other names
-    "gh200 480gb": "gh200",  # PyTorch's, with the memory of the CPU
-    "gtx titan x pascal": "titan x pascal",
-    "dgx spark": "gb10",
-    "thor": "jetson agx thor",
+_PREFIXES = ("", "rtx ", "gtx ", "jetson ", "jetson agx ")
+_ALSO = {  # other names; PyTorch's of a GH200 has the memory of the CPU
+    **{"gh200 480gb": "gh200", "dgx spark": "gb10", "gtx titan x pascal": "titan x pascal"},
     "jetson thor": "jetson agx thor",
-    "agx thor": "jetson agx thor",
-}
-_OTHER_MAKERS = {
-    "Apple": re.compile(r"\b(apple|mps|macbook|mac|m\d( (pro|max|ultra))?)\b"),
-    "AMD": re.compile(r"\b(amd|radeon|instinct|rx|vega|firepro|mi ?\d+[a-z]?)\b"),
-    "Intel": re.compile(r"\b(intel|arc|iris|uhd|gaudi|a[357]\d0m?|b5[78]0)\b"),
 }
 
 
@@ -169,29 +176,27 @@ def settings_of_card(text: str) -> dict[str, Any]:
     card = find_card(text)
     if card is not None:
         return card.settings
-    size = re.fullmatch(r"(\d+) ?(?:gb|gib|g)?", _plain(text))
+    name = _plain(text)
+    size = re.fullmatch(r"(\d+) ?(?:gb|gib|g)?", name)
     if size and f"{size[1]}GB" in PRESETS:
         return {"MEMFIT.PRESET": f"{size[1]}GB", "MEMFIT.BUDGET_GB": None}
-    raise ConfigError(f"--card: {text!r} {_why_unknown(text)}")
-
-
-def _why_unknown(text: str) -> str:
-    name = _plain(text)
-    cards = cards_named(text)
-    if cards:
-        sizes = ", ".join(f"{card.memory_gb:g}GB" for card in cards)
-        return f"is not known: {cards[0].name} comes with {sizes}. --budget takes any number"
-    for maker, pattern in _OTHER_MAKERS.items():
-        if pattern.search(name) and not re.search(r"nvidia|geforce|tesla|quadro", text.lower()):
-            return (
-                f"looks like a GPU of {maker}, and all cards here are NVIDIA's. What holds for it "
-                "is the tensors' memory in a dry run; the allocator, the context, times and the "
-                "enforcement of budgets were made for CUDA. For the tensors, type --budget and the "
-                "GB that they may take (docs/MACHINES.md)"
-            )
-    known = [*PRESETS, *map(str.upper, _BY_NAME)]
-    return (
-        f"is not known{did_you_mean(name.upper(), known)}. There are {', '.join(PRESETS)}, and "
-        "names of NVIDIA's cards. For another card, give its memory. For other amounts, --budget "
-        "takes any number"
+    hint = did_you_mean(name.upper(), [*PRESETS, *map(str.upper, _BY_NAME)])
+    there = f"There are {', '.join(PRESETS)}, and names of NVIDIA's cards"
+    if cards := cards_named(text):
+        sizes = [f"{card.memory_gb:g}GB" for card in cards]
+        hint, there = "", f"{cards[0].name} comes with {', '.join(sizes)}"
+    raise ConfigError(
+        f"--card: {text!r} is not known{hint}. {there}. For others, also of other makers, --budget "
+        "takes any number of GB (docs/MACHINES.md)"
     )
+
+
+def why_no_card_has(budget_gb: float) -> Optional[str]:
+    """The problem with a budget that equals a card's nominal memory; None if there is none."""
+    for name, usable_gb in PRESETS.items():
+        if usable_gb < budget_gb <= float(name.removesuffix("GB")):
+            return (
+                f"MEMFIT.BUDGET_GB {budget_gb:g}: a process can take about {usable_gb:g} GB of a "
+                f"card that is sold as {name}. To plan for such a card: --card {name}"
+            )
+    return None

@@ -6,25 +6,21 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from ..common.checks import did_you_mean, suggestion, value_of
+from ..common.checks import did_you_mean, suggestion
 from ..common.files import is_file
 from ..common.zoo import detectron2_zoo
 from ..errors import ConfigError
 from .keys import keys_of
 from .yaml_arithmetic import arithmetic_in_yaml
 
-__all__ = [
-    "OUR_ZOO",
-    "config_names",
-    "find_config_file",
-    "keys_in_own_files",
-]
+__all__ = ["OUR_ZOO", "find_config_file", "keys_in_own_files"]
 
 _EXAMPLE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
 _INSTALLED = Path(__file__).parents[1] / "model_zoo" / "configs"
 _CHECKOUT = Path(__file__).parents[2] / "configs"
 OUR_ZOO = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+_ZOOS = (OUR_ZOO, detectron2_zoo())
 
 
 def find_config_file(name: str, suffix: str = ".yaml") -> str:
@@ -43,11 +39,12 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
         raise ConfigError(f"{name} is a LazyConfig, but this command takes a yaml config")
     if is_file(name):
         return name
-    for folder in _zoos():
+    for folder in _ZOOS:
         for file in (folder / name, folder / f"{name}{suffix}"):
             if file.is_file():
                 return str(file)
-    names = config_names(suffix)
+    files = {f.relative_to(zoo).as_posix() for zoo in _ZOOS for f in zoo.glob(f"*/**/*{suffix}")}
+    names = sorted(name for name in files if "/Base-" not in name and "__init__" not in name)
     same = [n for n in names if Path(n).stem == Path(name).stem]  # in any folder of the zoo
     hint = suggestion(same) or did_you_mean(name, names, cutoff=0.5)
     raise ConfigError(
@@ -56,34 +53,19 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
     )
 
 
-def config_names(suffix: str) -> list[str]:
-    """Names of the configs in both zoos."""
-    names = {
-        file.relative_to(folder).as_posix()
-        for folder in _zoos()
-        for file in folder.glob(f"*/**/*{suffix}")
-    }
-    return sorted(name for name in names if not Path(name).name.startswith(("Base-", "__init__")))
-
-
 def keys_in_own_files(config_file: str) -> set[str]:
     """Keys that a config file and its bases set, without the zoos' files.
 
     A recipe of the zoo is for the zoo's dataset. A user's own file is for the user's dataset.
     """
     with arithmetic_in_yaml():
-        own = CfgNode(_OwnFiles.load_yaml_with_base(config_file))
-    return {key for key in keys_of(own) if not isinstance(value_of(own, key), CfgNode)}
+        return {*keys_of(CfgNode(_OwnFiles.load_yaml_with_base(config_file)))}
 
 
 class _OwnFiles(CfgNode):
     @classmethod
     def load_yaml_with_base(cls, filename: str, allow_unsafe: bool = False) -> dict[str, Any]:
         path = Path(filename).resolve()
-        if any(path.is_relative_to(folder.resolve()) for folder in _zoos()):
+        if any(path.is_relative_to(folder.resolve()) for folder in _ZOOS):
             return {}
         return super().load_yaml_with_base(filename, allow_unsafe=allow_unsafe)
-
-
-def _zoos() -> list[Path]:
-    return [OUR_ZOO, detectron2_zoo()]

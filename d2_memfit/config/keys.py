@@ -1,117 +1,227 @@
 # Copyright (c) the d2_memfit developers.
-"""The config keys of d2_memfit. Their defaults leave Detectron2's behaviour unchanged.
+"""The table of the config keys. Their defaults leave Detectron2's behaviour unchanged.
 
-The keys of techniques are defined in their files, in :mod:`d2_memfit.techniques`.
+Defaults, checks, names in LazyConfigs and docs/CONFIG.md follow from its rows. The key of a
+technique is an attribute of its class, in :mod:`d2_memfit.techniques`.
 """
 
-from collections.abc import Iterator
-from functools import lru_cache
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Any, NamedTuple
 
 from detectron2.config import CfgNode as CN
 
-from ..techniques import TECHNIQUES, Technique
+from ..common.checks import (
+    Check,
+    check_all,
+    check_bool,
+    check_device,
+    choice,
+    did_you_mean,
+    fits,
+    value_of,
+    whole,
+)
+from ..data import shorter_sides
+from ..errors import ConfigError, UnknownKeyError
+from ..techniques import TECHNIQUES, TIERS
+from .cards import PRESETS
 
-__all__ = ["default_keys", "keys_of"]
+__all__ = ["KEYS", "Key", "check_arguments", "checks_of", "default_keys", "keys_of", "leaves"]
 
-_C = CN()
 
-_C.SOLVER = CN()
-# Batches from the data loader for one optimizer step. The effective batch has IMS_PER_BATCH x
-# ACCUMULATION_STEPS images. MAX_ITER, STEPS and all periods count optimizer steps.
-_C.SOLVER.ACCUMULATION_STEPS = 1
+class Key(NamedTuple):
+    """A config key.
 
-_C.MEMFIT = CN()
-# Images of each rank that go through the model in one forward and backward. None means the loader's
-# batch, IMS_PER_BATCH / number of ranks. A smaller number needs less memory. The effective batch
-# stays the same.
-_C.MEMFIT.MICRO_BATCH = None
-# Number format of mixed precision, which SOLVER.AMP.ENABLED turns on. "float16" has a gradient
-# scaler, as in Detectron2. "bfloat16" has none, and runs on CPUs and on GPUs from Ampere on.
-_C.MEMFIT.AMP_DTYPE = "float16"
-# Device memory that the job may use on each rank, in GB (2^30 bytes), the CUDA context included.
-# The budget is enforced. On a GPU, PyTorch's allocator is limited. On a Linux CPU, the kernel
-# limits the process and each of the loader's workers. "auto" takes the memory that is free when the
-# job starts, less a margin: of the GPU, or of the RAM for a CPU. None: no limit.
-_C.MEMFIT.BUDGET_GB = None
+    Attributes:
+        check: a check for its values.
+        text: what it does, with its unit.
+    """
 
-# A budget by the nominal memory of a card, such as "6GB", instead of BUDGET_GB. "": none. The file
-# presets.py lists how much of each card a process can use. --card 6GB sets this key.
-_C.MEMFIT.PRESET = ""
-# Whether SIGTERM, SIGINT, SIGUSR2 and SIGHUP end the run after the current iteration, with a
-# checkpoint.
-_C.MEMFIT.STOP_ON_SIGNALS = True
+    name: str
+    default: Any
+    check: Check
+    text: str
 
-_C.MEMFIT.OOM = CN()
-# What happens at an out-of-memory error. "raise" ends the run, as in Detectron2. "split" undoes the
-# unfinished work and runs the same images again in smaller micro-batches, in training and in
-# evaluation.
-_C.MEMFIT.OOM.POLICY = "raise"
-# Whether an image that does not fit alone may be trained on at 0.7, 0.49 or 0.34 of its size.
-_C.MEMFIT.OOM.ALLOW_RESIZE = False
-# What happens to an image that does not fit at all: "raise" an error that names it, or "skip" it.
-_C.MEMFIT.OOM.LAST_RESORT = "raise"
 
-_C.MEMFIT.NORMALIZERS = CN()
-# Which counts in losses come from the whole effective batch, if it goes through the model in
-# several micro-batches. "window": those that the model adds up over ranks, that an adapter or
-# window_count declares, and the weights of weighted means. A count that does not add up is not
-# used. "exact": the means of R-CNN's heads as well, at the cost of one more forward. "off": none.
-_C.MEMFIT.NORMALIZERS.POLICY = "window"
-# What losses are divided by, if the model does not add up a count over ranks. Each entry is a pair
-# of a pattern of their names and "objects", the number of annotated objects in the batch, or "sum",
-# for a loss that is a sum over images. An example is [["loss_mask*", "objects"]].
-_C.MEMFIT.NORMALIZERS.LOSSES = []
+def _or_none(check: Check) -> Check:
+    return Check(f"{check.what} or None", lambda value: value is None or check.test(value))
 
-_C.MEMFIT.MONITOR = CN()
-# Iterations between reports of the memory of all ranks, as scalars memfit/... and on the console.
-# None: no reports.
-_C.MEMFIT.MONITOR.PERIOD = None
-# Iterations over which memory must grow steadily for a warning about a leak. None: no warning.
-_C.MEMFIT.MONITOR.LEAK_WINDOW = None
-# Whether OUTPUT_DIR/memfit_oom_<number>.json shows the owners of the memory at the first three
-# out-of-memory errors.
-_C.MEMFIT.MONITOR.SNAPSHOT_ON_OOM = False
 
-_C.MEMFIT.PLAN = CN()
-# Whether fit_config, which d2-memfit train calls, plans before training so that the job fits
-# BUDGET_GB.
-_C.MEMFIT.PLAN.ENABLED = False
-# Headroom of a plan, as a share of the budget, because estimates are not exact. None: the memory
-# that other software versions and another context may add, by the range of the estimate and RISK.
-_C.MEMFIT.PLAN.MARGIN = None
-# The chance that a run needs more than its budget, which decides that headroom: 0.05 is one run in
-# twenty.
-_C.MEMFIT.PLAN.RISK = 0.05
-# Tiers of techniques that a plan may use: "exact", "precision", "recipe".
-_C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
-# What a plan prefers if an exact plan fits. "exact" keeps the gradients. "speed" chooses the plan
-# that is predicted to be the fastest, even if the job would fit without changes.
-_C.MEMFIT.PLAN.PREFER = "exact"
-# GB that a plan predicts for its largest images: allocated, reserved, and outside PyTorch's
-# allocator. Plans write this key, and the run records it with its own peaks.
-_C.MEMFIT.PLAN.PREDICTED_GB = []
-# GB of page-locked RAM that a plan's offload takes on each rank. Plans write this key.
-# HOST.BUDGET_GB leaves this memory to the offload.
-_C.MEMFIT.PLAN.OFFLOADED_GB = 0.0
+_IMAGES = whole(1, 10**6)
+_BUDGET = Check(
+    "a number of GB above 0, such as 6 or 7.5, 'auto' or None",
+    lambda value: value in (None, "auto") or (fits(value, float) and value > 0),
+)
+_PRESET = Check(f"{', '.join(PRESETS)} or ''", lambda value: value in ("", *PRESETS))
+_COUNTS = Check(
+    'pairs of a pattern of names and "objects" or "sum", such as [["loss_mask*", "objects"]]',
+    lambda value: (
+        fits(value, list[tuple[str, str]]) and {of for _, of in value} <= {"objects", "sum"}
+    ),
+)
+_TIERS = Check(
+    f"a list of {', '.join(TIERS)}", lambda value: fits(value, list[str]) and {*value} <= {*TIERS}
+)
+_MARGIN = Check("a number from 0 to 0.99", lambda value: fits(value, float) and 0 <= value < 1)
+_RISK = Check("a number from 0.001 to 0.5", lambda value: fits(value, float) and 0 < value <= 0.5)
+_GB = Check("a number from 0", lambda value: fits(value, float) and value >= 0)
+
+# fmt: off
+KEYS = (
+    Key("SOLVER.ACCUMULATION_STEPS", 1, _IMAGES,
+        "Batches from the data loader for one optimizer step. The effective batch has "
+        "IMS_PER_BATCH x ACCUMULATION_STEPS images. MAX_ITER, STEPS and all periods count "
+        "optimizer steps."),
+    Key("MEMFIT.MICRO_BATCH", None, _or_none(whole()),
+        "Images of each rank in one forward and backward. The effective batch stays the same. "
+        "None: the loader's batch, IMS_PER_BATCH / number of ranks."),
+    Key("MEMFIT.AMP_DTYPE", "float16", choice("float16", "bfloat16"),
+        "Number format of mixed precision, which SOLVER.AMP.ENABLED turns on. float16 has a "
+        "gradient scaler, as in Detectron2. bfloat16 has none; it needs a CPU, or a GPU from "
+        "Ampere on."),
+    Key("MEMFIT.BUDGET_GB", None, _BUDGET,
+        "Device memory in GB (2^30 bytes) that the job may use on each rank, with the CUDA "
+        "context. It is enforced: on a GPU by PyTorch's allocator, on a Linux CPU by the kernel, "
+        "there also for each worker of the loader. auto: what is free at the start, less a "
+        "margin. None: no limit."),
+    Key("MEMFIT.PRESET", "", _PRESET,
+        "A budget by the nominal memory of a card, instead of BUDGET_GB. --card 6GB sets it."),
+    Key("MEMFIT.OOM.POLICY", "raise", choice("raise", "split"),
+        "What happens at an out-of-memory error. raise ends the run, as in Detectron2. split "
+        "undoes the unfinished work and runs the same images again in smaller micro-batches, in "
+        "training and in evaluation."),
+    Key("MEMFIT.OOM.LAST_RESORT", "raise", choice("raise", "resize", "skip"),
+        "What happens to an image that does not fit alone. raise an error that names it; resize it "
+        "to 0.7, 0.49 or 0.34 of its size, then raise; or skip it."),
+    Key("MEMFIT.NORMALIZERS.POLICY", "window", choice("window", "exact", "off"),
+        "Which counts in losses come from the whole effective batch, if it runs in several "
+        "micro-batches. window: counts that the model adds up over ranks, those of window_count, "
+        "and the weights of weighted means. exact: also the means of R-CNN's heads, for one more "
+        "forward. off: none."),
+    Key("MEMFIT.NORMALIZERS.LOSSES", [], _COUNTS,
+        "What losses are divided by, if the model does not add up a count over ranks: objects, "
+        "the annotated objects in the batch; or sum, for a loss that is a sum over images."),
+    Key("MEMFIT.MONITOR.PERIOD", None, _or_none(whole()),
+        "Iterations between reports of the memory of all ranks, in the log and as scalars "
+        "memfit/... None: no reports."),
+    Key("MEMFIT.MONITOR.LEAKS", None, _or_none(whole(40)),
+        "Iterations over which memory must grow steadily for a warning that names the tensors that "
+        "grow, such as 400. None: no warning."),
+    Key("MEMFIT.MONITOR.SNAPSHOT", False, check_bool,
+        "Whether OUTPUT_DIR/memfit_oom_<number>.json shows the owners of the memory at the first "
+        "three out-of-memory errors."),
+    Key("MEMFIT.PLAN.ENABLED", False, check_bool,
+        "Whether fit_config, which d2-memfit train calls, plans before training so that the job "
+        "fits BUDGET_GB."),
+    Key("MEMFIT.PLAN.MARGIN", None, _or_none(_MARGIN),
+        "Headroom of a plan, as a share of the budget."),
+    Key("MEMFIT.PLAN.RISK", 0.05, _RISK,
+        "The chance that a run needs more than its budget, which decides the headroom of a plan."),
+    Key("MEMFIT.PLAN.ALLOW", ["exact", "precision"], _TIERS,
+        "Tiers of techniques that a plan may use."),
+    Key("MEMFIT.PLAN.PREFER", "exact", choice("exact", "speed"),
+        "What a plan prefers if an exact plan fits. exact keeps the gradients. speed chooses the "
+        "plan that is predicted to be the fastest, even if the job would fit without changes."),
+    Key("MEMFIT.PLAN.PREDICTED_GB", [], Check("a list of numbers", lambda v: fits(v, list[float])),
+        "GB that a plan predicts: allocated, reserved, and outside PyTorch's allocator."),
+    Key("MEMFIT.PLAN.OFFLOADED_GB", 0.0, _GB,
+        "GB of page-locked RAM that a plan's offload takes on each rank."),
+)
+# fmt: on
+
+_SIZES = Check(
+    "one or more sizes in pixels, each an integer of at least 0",
+    lambda value: (
+        fits(value, int if isinstance(value, int) else list[int])
+        and min(shorter_sides(value), default=-1) >= 0
+    ),
+)
+# Detectron2's own keys, where batches, schedules and the largest batch are computed from them.
+_DETECTRON2: dict[str, Callable[[str, Any], Any]] = {
+    "MODEL.DEVICE": lambda key, value: check_device(value),
+    "SOLVER.IMS_PER_BATCH": _IMAGES,
+    "SOLVER.MAX_ITER": whole(1, 10**9),
+    "SOLVER.REFERENCE_WORLD_SIZE": whole(0),
+    "DATALOADER.NUM_WORKERS": whole(0),
+    **dict.fromkeys(("INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST"), _SIZES),
+    **dict.fromkeys(("INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"), whole()),
+}
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full names and values of all keys of a config or of nested mappings, without nodes."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def keys_of(tree: Mapping[str, Any]) -> list[str]:
+    """Full names of all keys of a config, without nodes."""
+    return [key for key, _ in leaves(tree)]
 
 
 def default_keys() -> CN:
-    """All keys of d2_memfit, frozen."""
-    return _with_techniques(tuple(technique for _, technique in TECHNIQUES))
-
-
-@lru_cache(maxsize=1)
-def _with_techniques(techniques: tuple[type[Technique], ...]) -> CN:
-    cfg = _C.clone()
-    for technique in techniques:
+    """All keys of d2_memfit, with those of techniques."""
+    cfg = CN()
+    for key in KEYS:
+        *parents, name = key.name.split(".")
+        node = cfg
+        for parent in parents:
+            node = node.setdefault(parent, CN())
+        node[name] = copy(key.default)
+    for _, technique in TECHNIQUES:
         technique.add_config(cfg)
-    cfg.freeze()
     return cfg
 
 
-def keys_of(cfg: CN, prefix: str = "") -> Iterator[str]:
-    """Full names of all keys and nodes."""
-    for key, value in cfg.items():
-        yield prefix + key
-        if isinstance(value, CN):
-            yield from keys_of(value, f"{prefix}{key}.")
+def check_arguments(values: Mapping[str, Any]) -> None:
+    """Check the values of some keys.
+
+    Raises:
+        ConfigError: some cannot work. The message has a line for each.
+    """
+    check_all(
+        ([key.name], partial(key.check, key.name, values[key.name]))
+        for key in KEYS
+        if key.name in values
+    )
+
+
+def checks_of(cfg: CN, trains: bool = True) -> Iterator[tuple[Sequence[str], Callable[[], Any]]]:
+    """Checks of the values in a config, each with its keys, for :func:`check_all`.
+
+    Args:
+        trains: False for an evaluation, which does not read the keys of training.
+    """
+    checks: dict[str, Callable[[str, Any], Any]] = {**_DETECTRON2}
+    checks |= {key.name: key.check for key in KEYS}
+    for key, check in checks.items():
+        if trains or not key.startswith("SOLVER."):
+            yield [key], partial(check, key, value_of(cfg, key))
+    for name, technique in TECHNIQUES:
+        yield [getattr(technique, "key", name)], partial(technique.is_on, cfg)
+    if trains:
+        yield ["MEMFIT.PLAN.ENABLED", "MEMFIT.BUDGET_GB", "MEMFIT.PRESET"], partial(_budgeted, cfg)
+    known = keys_of(default_keys())
+    for key, value in leaves(cfg):
+        yield [key], partial(_known_and_finite, key, value, known)
+
+
+def _budgeted(cfg: CN) -> None:
+    if cfg.MEMFIT.PLAN.ENABLED and cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
+        raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
+
+
+def _known_and_finite(key: str, value: Any, known: Sequence[str]) -> None:
+    if key.startswith("MEMFIT.") and key not in known:
+        raise UnknownKeyError(f"there is no config key {key}{did_you_mean(key.upper(), known)}")
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _known_and_finite(key, item, known)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key} must be a finite number, got {value!r}")

@@ -12,49 +12,31 @@ such a value may only contain numbers, arithmetic, lists, list comprehensions, `
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import yaml
-from detectron2.config import CfgNode
 
 from ..common.patching import replaced_functions
-from ..common.reading import SafeLoader, checked
+from ..common.reading import SafeLoader
 
 __all__ = ["arithmetic_in_yaml"]
 
-_TAG = "tag:yaml.org,2002:python/object/apply:eval"
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv},
+    **{ast.Mod: operator.mod, ast.Pow: operator.pow},
 }
-
-
-@contextmanager
-def arithmetic_in_yaml() -> Iterator[None]:
-    """While open, ``yaml.safe_load`` computes such values. Anything else is still an error."""
-    opened: list[str] = []
-
-    def open_checked(open_cfg: Callable[[str], Any], file: str) -> Any:
-        opened.append(checked(file, "its _BASE_ "))
-        if len(opened) > 20:  # a config and its bases, with repetitions
-            raise RecursionError
-        return open_cfg(file)
-
-    replaced: Any = {"SafeLoader": lambda _: _Loader, "_open_cfg": partial(partial, open_checked)}
-    with replaced_functions([yaml, CfgNode], replaced):
-        yield
 
 
 class _Loader(SafeLoader):
     """Reads plain data, and computes arithmetic."""
+
+
+def arithmetic_in_yaml() -> AbstractContextManager[None]:
+    """While open, ``yaml.safe_load`` computes such values. Anything else is still an error."""
+    return replaced_functions([yaml], {"SafeLoader": lambda _: _Loader})
 
 
 def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
@@ -68,25 +50,22 @@ def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
         ) from e
 
 
-_Loader.add_constructor(_TAG, _construct)
+_Loader.add_constructor("tag:yaml.org,2002:python/object/apply:eval", _construct)
 
 
 def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The value of an expression; ``names`` are the variables of the loops around it."""
-
-    def values(nodes: list[ast.expr]) -> list[Any]:
-        return [_value(n, names) for n in nodes]
-
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
         return node.value
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, (ast.List, ast.Tuple)):
-        return values(node.elts) if isinstance(node, ast.List) else tuple(values(node.elts))
+        return [_value(item, names) for item in node.elts]
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -values([node.operand])[0]
+        return -_value(node.operand, names)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        function, pair = _OPERATORS[type(node.op)], values([node.left, node.right])
+        function = _OPERATORS[type(node.op)]
+        pair = _value(node.left, names), _value(node.right, names)
         function(*map(float, pair))  # raises if the result is too large
         return function(*pair)
     if isinstance(node, ast.ListComp) and len(node.generators) == 1:
@@ -94,8 +73,9 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         if isinstance(loop.target, ast.Name) and not loop.ifs:
             name, items = loop.target.id, _value(loop.iter, names)
             return [_value(node.elt, {**names, name: item}) for item in items]
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "range":
-        return list(range(*values(node.args)))
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "int" and len(node.args) == 1:
-        return int(*map(float, values(node.args)))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if node.func.id == "range":
+            return list(range(*[_value(argument, names) for argument in node.args]))
+        if node.func.id == "int" and len(node.args) == 1:
+            return int(_value(node.args[0], names))
     raise ValueError(f"{ast.unparse(node)[:100]!r} is not arithmetic")

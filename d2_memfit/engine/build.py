@@ -151,7 +151,7 @@ class Run:
         for checkpointer in checkpointers_of(trainer, MemfitCheckpointer):
             checkpointer.start_run(is_new=checkpointer is own and trainer.start_iter == 0)
         if not any(isinstance(hook, SaveOnEnding) for hook in hooks):
-            trainer.register_hooks([SaveOnEnding(own, self.cfg.MEMFIT.STOP_ON_SIGNALS)])
+            trainer.register_hooks([SaveOnEnding(own)])
         hooks.sort(key=lambda hook: isinstance(hook, SaveOnEnding))  # after everything
         if isinstance(self.job.parts, TrainerParts):
             _write_plain_config(self.job.cfg)
@@ -182,13 +182,13 @@ def job_hooks(job: Job) -> list[HookBase]:
     """
     monitor, device = job.cfg.MEMFIT.MONITOR, job.cfg.MODEL.DEVICE
     made: list[HookBase] = [GatherStates()]
-    if monitor.SNAPSHOT_ON_OOM:
+    if monitor.SNAPSHOT:
         rank = "" if comm.is_main_process() else f"/rank{comm.get_rank()}"
         made.append(MemorySnapshot(job.cfg.OUTPUT_DIR + rank))
     if monitor.PERIOD is not None:
         made.append(MemoryMonitor(monitor.PERIOD, job.budget_gb))
-    if monitor.LEAK_WINDOW is not None:
-        made.append(LeakDetector(monitor.LEAK_WINDOW))
+    if monitor.LEAKS is not None:
+        made.append(LeakDetector(monitor.LEAKS))
     if job.budget_gb is not None and device.startswith("cuda"):
         made.append(EnforceBudget(job.budget_gb, device))
     if comm.is_main_process():

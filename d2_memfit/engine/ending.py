@@ -179,13 +179,12 @@ class SaveOnEnding(HookBase):
     then on; ``done`` is the last iteration whose step is complete.
 
     Args:
-        checkpointer: writes ``model_<iteration>.pth`` on rank 0. Other ranks need none.
-        stops_on_signals: whether it handles signals. A signal that has a handler keeps it.
+        checkpointer: writes ``model_<iteration>.pth`` on rank 0. Other ranks need none. A signal
+            that has a handler keeps it.
     """
 
-    def __init__(self, checkpointer: Optional[Checkpointer], stops_on_signals: bool = True) -> None:
+    def __init__(self, checkpointer: Optional[Checkpointer]) -> None:
         self._checkpointer = checkpointer
-        self._stops_on_signals = stops_on_signals
         self._is_training = self._has_agreed = False
         self._undo = contextlib.ExitStack()  # undoes the changes for the time of training
 
@@ -195,8 +194,7 @@ class SaveOnEnding(HookBase):
         self._inner.done = self.trainer.start_iter - 1
         self._is_training, self._has_agreed, self._pid = True, False, os.getpid()
         self._other_error = sys.exc_info()[1]  # handled outside, while this run trains
-        if self._stops_on_signals:
-            self._undo.enter_context(handled(free_signals(), self._note))
+        self._undo.enter_context(handled(free_signals(), self._note))
         if self.trainer.start_iter == self.trainer.max_iter:  # its last save may have failed
             self._inner.restore_again()
             with compat.at_iteration(self.trainer, self._inner.done):

@@ -146,8 +146,8 @@ class OomLog:
         elif event["phase"] in ("forward", "backward"):
             steps = [*smaller, *([] if self.mixed_precision else ["SOLVER.AMP.ENABLED True"])]
             steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
-            steps += [] if options.allow_resize else ["MEMFIT.OOM.ALLOW_RESIZE True"]
-            steps += [] if options.last_resort == "skip" else ["MEMFIT.OOM.LAST_RESORT skip"]
+            steps += ["MEMFIT.OOM.LAST_RESORT resize"] if options.last_resort == "raise" else []
+            steps += ["MEMFIT.OOM.LAST_RESORT skip"] if options.last_resort != "skip" else []
         else:
             steps = [*smaller, "a higher MODEL.BACKBONE.FREEZE_AT: its weights need no gradients"]
         limited = options.budget_gb is not None

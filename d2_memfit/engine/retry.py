@@ -222,7 +222,7 @@ class Recovery:
             raise OutOfMemoryError(
                 f"{totals.skipped_images} of {totals.seen_images} images were skipped, more than a "
                 f"share of {MAX_SKIPPED}. Lower INPUT.MAX_SIZE_TRAIN, or set "
-                "MEMFIT.OOM.ALLOW_RESIZE True"
+                "MEMFIT.OOM.LAST_RESORT resize"
             )
 
     def state_dict(self, cutters: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
@@ -340,7 +340,7 @@ class WindowRetries:
         if hard.failures == 2:
             return "it is run again with checkpointed activations, kept on the host"
         has_pixels = isinstance(image, dict) and isinstance(image.get("image"), torch.Tensor)
-        if options.allow_resize and hard.failures <= 2 + _MOST_RESIZES and has_pixels:
+        if options.last_resort == "resize" and hard.failures <= 2 + _MOST_RESIZES and has_pixels:
             factor = _RESIZE_FACTOR ** (hard.failures - 2)
             smaller = resize_image(hard.original, factor)
             self._hard[id(smaller)] = self._hard.pop(id(image))

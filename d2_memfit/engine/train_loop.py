@@ -100,8 +100,8 @@ class AccumulatingTrainer(ResumableTrainer):
         gather_metric_period: int = 1,
     ) -> None:
         check_positive_int("gather_metric_period", gather_metric_period)
-        given = {"accumulation_steps": accumulation_steps, "micro_batch_size": micro_batch_size}
-        check_arguments("MEMFIT", given)
+        given = {"SOLVER.ACCUMULATION_STEPS": accumulation_steps}
+        check_arguments({**given, "MEMFIT.MICRO_BATCH": micro_batch_size})
         if not isinstance(precision, Precision):
             precision = Precision(precision, next(model.parameters()).device)
         self.accumulation_steps = accumulation_steps

@@ -4,7 +4,7 @@
 from dataclasses import replace
 from typing import NamedTuple, Optional
 
-from ..config import PRESETS, budget_of_preset, find_card, settings_of_card
+from ..config import PRESETS, find_card, settings_of_card
 from ..job import TYPICAL_SIZE, Job
 from ..planner.device import DeviceModel
 from ..planner.search import Plan, plan_memory
@@ -56,7 +56,7 @@ def plan_for(
     job, preset = job.with_settings(settings), settings["MEMFIT.PRESET"]
     plan = plan_memory(
         job,
-        budget_of_preset(preset) if preset else settings["MEMFIT.BUDGET_GB"],
+        PRESETS[preset] if preset else settings["MEMFIT.BUDGET_GB"],
         allow=job.cfg.MEMFIT.PLAN.ALLOW,
         device=device,
         evaluates=False,

@@ -20,16 +20,7 @@ from torch.optim import Optimizer
 from ..common.side_work import no_information
 from ..config import cfg_of_memfit, with_settings
 from ..errors import ConfigError
-from ..settings import (
-    NormalizerOptions,
-    Precision,
-    RecoveryOptions,
-    Settings,
-    argument_name,
-    cfg_of_lazy,
-    lazy_name,
-    named,
-)
+from ..settings import NormalizerOptions, Precision, RecoveryOptions, Settings, cfg_of_lazy
 from ..techniques import apply_techniques
 from .batches import GivenBatches
 from .checked_loader import checked_loader
@@ -146,8 +137,7 @@ class Job:
         loss_fn: Optional[LossFn] = None,
     ) -> None:
         ranks = comm.get_world_size() if ranks is None else ranks
-        with named(argument_name):
-            cfg = cfg_of_memfit(memfit or {})
+        cfg = cfg_of_memfit(memfit or {})
         is_number = isinstance(images_per_batch, int) and images_per_batch > 0
         cfg.SOLVER.IMS_PER_BATCH = images_per_batch * (ranks if is_number else 1)
         cfg.SOLVER.ACCUMULATION_STEPS = accumulation_steps
@@ -158,7 +148,7 @@ class Job:
         cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
         cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
         parts = GivenParts(model, optimizer, train_loader, test_loader, loss_fn)
-        self._describe(parts, Settings.from_cfg(cfg, ranks, argument_name), batch)
+        self._describe(parts, Settings.from_cfg(cfg, ranks), batch)
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any) -> "Job":
@@ -206,7 +196,7 @@ class Job:
             ranks, batch: as for :meth:`from_cfg`.
         """
         job = cls.__new__(cls)
-        settings = Settings.from_cfg(cfg_of_lazy(cfg), ranks, lazy_name)
+        settings = Settings.from_cfg(cfg_of_lazy(cfg), ranks)
         job._describe(LazyParts(copy.deepcopy(cfg)), settings, **batch)
         return job
 

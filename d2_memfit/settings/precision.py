@@ -9,21 +9,14 @@ from typing import Any, Optional, Union
 import torch
 from detectron2.config import CfgNode
 
-from ..common.checks import check_device
+from ..common.checks import check_device, choice
 from ..errors import ConfigError
 
 __all__ = ["Precision"]
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 class Precision:
@@ -40,14 +33,14 @@ class Precision:
     """
 
     def __init__(self, name: str, device: Union[torch.device, str]) -> None:
-        if name not in _DTYPES:
-            raise ConfigError(f"the precision must be one of {', '.join(_DTYPES)}, got {name!r}")
+        name = _SHORT.get(name, name)
+        choice("float32", "float16", "bfloat16")("the precision", name)
         device = check_device(str(device))
-        self.dtype = _DTYPES[name]
+        self.dtype: torch.dtype = getattr(torch, name)
         self.device_type = device.type
         self.scaler: Optional[torch.amp.GradScaler] = None
         if self.dtype != torch.float32:
-            _check_device(self.dtype, device)
+            _check_device(name, device)
         if self.dtype == torch.float16:
             self.scaler = torch.amp.GradScaler(self.device_type)
 
@@ -83,49 +76,31 @@ class Precision:
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
-        scale = self.scaler.get_scale()
-        if scale < before:
-            logger.warning(
-                "Iteration %d: gradients overflowed float16. The step is skipped, and the loss "
-                "scale is lowered to %g. If each iteration says so: MEMFIT.AMP_DTYPE bfloat16",
-                iteration,
-                scale,
-            )
+        if (scale := self.scaler.get_scale()) < before:
+            text = "Iteration %d: gradients overflowed float16. The step is skipped, and the loss "
+            text += "scale is lowered to %g. If each iteration says so: MEMFIT.AMP_DTYPE bfloat16"
+            logger.warning(text, iteration, scale)
 
     def state_dict(self) -> dict[str, Any]:
         """The scaler's state under Detectron2's key; empty without a scaler."""
         return {} if self.scaler is None else {"grad_scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is None:
-            return
-        if "grad_scaler" in state_dict:
+        if self.scaler is not None and "grad_scaler" in state_dict:
             self.scaler.load_state_dict(state_dict["grad_scaler"])
-        else:
-            logger.warning(
-                "The checkpoint has no grad_scaler (it was not trained in float16): the loss scale "
-                "starts at %g",
-                self.scaler.get_scale(),
-            )
+        elif self.scaler is not None:
+            text = "The checkpoint was not trained in float16: the loss scale starts at %g"
+            logger.warning(text, self.scaler.get_scale())
 
 
-def _check_device(dtype: torch.dtype, device: torch.device) -> None:
-    name = str(dtype).split(".")[1]
+def _check_device(name: str, device: torch.device) -> None:
     if not torch.amp.is_autocast_available(device.type):
         raise ConfigError(
             f"MEMFIT.AMP_DTYPE {name}: PyTorch has no mixed precision on the device {device.type}. "
             "Set SOLVER.AMP.ENABLED False"
         )
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            f"MODEL.DEVICE {device}: no GPU is visible. Look at nvidia-smi, CUDA_VISIBLE_DEVICES "
-            "and torch.version.cuda, or set MODEL.DEVICE cpu"
-        )
-    if (
-        device.type == "cuda"
-        and dtype == torch.bfloat16
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
+    can_tell = name == "bfloat16" and device.type == "cuda" and torch.cuda.is_available()
+    if can_tell and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(
             "MEMFIT.AMP_DTYPE bfloat16 needs a GPU of the Ampere generation or later, and this is "
             f"{torch.cuda.get_device_name(device)}. Set MEMFIT.AMP_DTYPE float16"

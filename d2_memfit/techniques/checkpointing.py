@@ -46,15 +46,16 @@ class ActivationCheckpointing(ModulesTechnique):
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174;
     PyTorch's ``torch.utils.checkpoint`` without reentrance, which works with frozen inputs, outputs
     of any kind, unused parameters, mixed precision and DDP.
+
+    Key: The modules that keep only their inputs for the backward. Give patterns of their names,
+    such as "backbone.bottom_up.res4.*" or "transformer.encoder.layers.*", or one of two ready-made
+    choices. "backbone" is the blocks of the backbone. "all" is every block of the model: residual
+    stages, encoder and decoder layers, necks, heads. [] is none.
     """
 
     tier = "exact"
     part = "model"
     order = 1  # recomputation must include what other techniques do in a forward
-    # The modules that keep only their inputs for the backward. Give patterns of their names,
-    # such as "backbone.bottom_up.res4.*" or "transformer.encoder.layers.*", or one of two
-    # ready-made choices. "backbone" is the blocks of the backbone. "all" is every block of the
-    # model: residual stages, encoder and decoder layers, necks, heads. [] is none.
     key = "MEMFIT.CHECKPOINT.MODULES"
 
     @classmethod

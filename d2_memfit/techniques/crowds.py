@@ -34,11 +34,12 @@ class ChunkedMatching(PositiveIntTechnique):
     that was measured on crowds. It applies to the proposal network, ROI heads and RetinaNet.
 
     Source: github.com/facebookresearch/detectron2/pull/3750, whose matcher loops over instances.
+
+    Key: Anchors that are matched to an image's instances at a time. None: all, as in Detectron2.
     """
 
     tier = "exact"
     part = "model"
-    # Anchors that are matched to an image's instances at a time. None: all, as in Detectron2.
     key = "MEMFIT.MATCHING.CHUNK_SIZE"
 
     @classmethod
@@ -157,11 +158,12 @@ class DenoisingQueries(PositiveIntTechnique):
     objects are matched, as before.
 
     Source: Zhang et al., "DINO", arXiv:2203.03605, whose queries are for all objects.
+
+    Key: A forward with an image of more objects has no denoising queries. None: as in the project.
     """
 
     tier = "recipe"
     part = "model"
-    # A forward with an image of more objects has no denoising queries. None: as in the project.
     key = "MEMFIT.CRITERION.DENOISING_QUERIES"
 
     @classmethod

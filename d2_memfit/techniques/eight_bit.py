@@ -27,13 +27,14 @@ class EightBitOptimizerStates(BooleanTechnique):
     rounding of the optimizer's states, to 8 bits.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
+
+    Key: Whether the optimizer's states are kept in 8 bits.
     """
 
     tier = "precision"
     part = "optimizer"
     in_evaluation = True
     never_faster = True
-    # Whether the optimizer's states are kept in 8 bits.
     key = "MEMFIT.OPTIMIZER.STATES_8BIT"
 
     @classmethod

@@ -34,12 +34,13 @@ class EvaluationOnHost(BooleanTechnique):
 
     Source: github.com/facebookresearch/detectron2/issues/1366, with ``paste_masks_in_image``, and
     github.com/facebookresearch/Mask2Former/issues/83.
+
+    Key: Whether results are resized to the image on the host, and pasted masks one at a time.
     """
 
     tier = "exact"
     part = "evaluation"
     in_evaluation = True
-    # Whether results are resized to the image on the host, and pasted masks one at a time.
     key = "MEMFIT.EVALUATION.ON_HOST"
 
     @classmethod

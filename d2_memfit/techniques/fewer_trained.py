@@ -33,13 +33,14 @@ class FrozenModules(ModulesTechnique):
     weights, which are near the new task.
 
     Source: Detectron2's MODEL.BACKBONE.FREEZE_AT, which knows ResNets only.
+
+    Key: The modules that are frozen. Give patterns of their names, or "backbone", which is the
+    pretrained part of the backbone: a feature pyramid is trained. [] is none.
     """
 
     tier = "recipe"
     part = "model"
     order = -2  # before modules get adapters and other classes
-    # The modules that are frozen. Give patterns of their names, or "backbone", which is the
-    # pretrained part of the backbone: a feature pyramid is trained. [] is none.
     key = "MEMFIT.FINE_TUNE.FROZEN"
 
     @classmethod
@@ -69,14 +70,15 @@ class LowRankAdapters(PositiveIntTechnique):
     weights, for plain Detectron2, and the others, for a resumed run.
 
     Source: Hu et al., "LoRA", arXiv:2106.09685; peft's LoraConfig.
+
+    Key: Rank of the matrices, such as 8. The linear layers are those of the backbone's pretrained
+    part, such as a ViT or Swin; its other parameters are frozen. None: no matrices.
     """
 
     tier = "recipe"
     part = "model"
     order = -1
     in_evaluation = True
-    # Rank of the matrices, such as 8. The linear layers are those of the backbone's pretrained
-    # part, such as a ViT or Swin; its other parameters are frozen. None: no matrices.
     key = "MEMFIT.FINE_TUNE.LORA_RANK"
 
     @classmethod

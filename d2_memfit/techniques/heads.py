@@ -29,12 +29,13 @@ class ChunkedHeads(PositiveIntTechnique):
     image. Costs a second forward of these layers, a few percent of an iteration.
 
     Source: He et al., "Mask R-CNN", arXiv:1703.06870, whose heads process each proposal by itself.
+
+    Key: Proposals that go through the layers of a mask or keypoint head at a time. None: all, as in
+    Detectron2.
     """
 
     tier = "exact"
     part = "model"
-    # Proposals that go through the layers of a mask or keypoint head at a time. None: all, as
-    # in Detectron2.
     key = "MEMFIT.HEADS.CHUNK_SIZE"
 
     @classmethod

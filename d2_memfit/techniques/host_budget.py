@@ -34,14 +34,15 @@ class HostBudget(KeyTechnique):
     others cannot keep up with the model (``data_time``).
 
     Source: github.com/facebookresearch/detectron2/issues/410, whose answer is fewer workers.
+
+    Key: RAM of this machine that training may use, in GB (2^30 bytes), for all ranks and their
+    workers together. If they need more, DATALOADER.NUM_WORKERS is lowered. A plan does not offload
+    more than this leaves. None: no limit.
     """
 
     tier = "exact"
     part = "config"
     in_plans = False
-    # RAM of this machine that training may use, in GB (2^30 bytes), for all ranks and their
-    # workers together. If they need more, DATALOADER.NUM_WORKERS is lowered. A plan does not
-    # offload more than this leaves. None: no limit.
     key = "MEMFIT.HOST.BUDGET_GB"
     check_value = staticmethod(check_positive_number)
 

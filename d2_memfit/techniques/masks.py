@@ -56,11 +56,12 @@ class PackedMasks(BooleanTechnique):
 
     Source: github.com/facebookresearch/detectron2/issues/1912; Cheng et al., "Masked-attention Mask
     Transformer", arXiv:2112.01527, whose losses need a few points of each mask.
+
+    Key: Whether objects' masks are kept as bits during a forward, an eighth of a byte a pixel.
     """
 
     tier = "exact"
     part = "model"
-    # Whether objects' masks are kept as bits during a forward, an eighth of a byte a pixel.
     key = "MEMFIT.MASKS.PACKED"
 
     @classmethod

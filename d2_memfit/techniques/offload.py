@@ -38,14 +38,15 @@ class ActivationOffload(ModulesTechnique):
     than computing: they run in parallel, in page-locked memory.
 
     Source: Rhu et al., "vDNN", arXiv:1602.08124; PyTorch's ``saved_tensors_hooks``.
+
+    Key: The modules whose saved activations are kept on the host. Give patterns of their names,
+    such as "backbone.bottom_up.res2" or "roi_heads"; "*" is all of the model. [] is none.
     """
 
     tier = "exact"
     part = "model"
     gpu_only = True
     order = 2  # kept inputs of checkpoints are offloaded, too
-    # The modules whose saved activations are kept on the host. Give patterns of their names,
-    # such as "backbone.bottom_up.res2" or "roi_heads"; "*" is all of the model. [] is none.
     key = "MEMFIT.OFFLOAD.MODULES"
 
     @classmethod

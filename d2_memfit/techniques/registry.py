@@ -115,7 +115,7 @@ class KeyTechnique(Technique):
     """A technique that one config key turns on.
 
     Attributes:
-        key: the key's whole name. The comment above it is its documentation.
+        key: the key's whole name. The paragraph "Key:" of the docstring says what its values do.
         off: the key's default, which turns the technique off.
         check_value: called with the key and another value; raises :class:`ConfigError` if that
             cannot work.

@@ -29,12 +29,13 @@ class SharedDataset(BooleanTechnique):
 
     Source: github.com/facebookresearch/detectron2/issues/4626 and d2go/issues/405. The loaders of
     ``job/checked_loader.py`` make a :class:`SharedList` if it is on.
+
+    Key: Whether the ranks of a machine share one copy of the dataset's annotations.
     """
 
     tier = "exact"
     part = "loader"
     in_plans = False
-    # Whether the ranks of a machine share one copy of the dataset's annotations.
     key = "MEMFIT.HOST.SHARED_DATASET"
 
 

@@ -24,14 +24,14 @@ class ShardedOptimizerStates(BooleanTechnique):
     states. Any number of ranks can load them, and so can Detectron2.
 
     Source: Rajbhandari et al., "ZeRO", arXiv:1910.02054; PyTorch's ``ZeroRedundancyOptimizer``.
+
+    Key: Whether each rank keeps only its share of the optimizer's states. Needs at least two ranks.
     """
 
     tier = "exact"
     part = "optimizer"
     in_evaluation = True
     min_ranks = 2
-    # Whether each rank keeps only its share of the optimizer's states. Needs at least two
-    # ranks.
     key = "MEMFIT.OPTIMIZER.ZERO"
 
     @classmethod

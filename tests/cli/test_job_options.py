@@ -182,14 +182,14 @@ def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
     main([*config, "--details", "--output", "planned.py", "train.accumulation_steps=2"])
     assert "SOLVER.ACCUMULATION_STEPS 2, as before" in capsys.readouterr().out
     planned = LazyConfig.load("planned.py")
-    assert planned.train.budget_gb == 20
+    assert planned.train.memfit.budget_gb == 20
     assert planned.train.accumulation_steps == 2
     job = Job.from_lazy(planned, 1)
     assert job.budget_gb == 20
     assert job.recovery is not None
     job.build_optimizer(job.build_model())
     main([*config, "--output", "overrides.yaml"])
-    assert "train.budget_gb: 20" in (folder / "overrides.yaml").read_text()
+    assert "train.memfit.budget_gb: 20" in (folder / "overrides.yaml").read_text()
     main(["estimate", "--config-file", "lazy.py", "--card", "24GB", "--device", "cpu"])
 
 
@@ -231,10 +231,10 @@ def test_a_run_plans_the_job_of_its_trainer(folder):
 
 def test_a_run_of_a_lazy_config_plans(folder, log):
     keys = {"plan": {"enabled": True}}
-    cfg = lazy_config(output_dir=str(folder / "lazy"), budget_gb=20.0, memfit=keys)
+    cfg = lazy_config(output_dir=str(folder / "lazy"), memfit={"budget_gb": 20.0, **keys})
     cfg.model.cfg.fpn = False
     planned = fit_config(cfg)
-    assert planned.train.oom.policy == "split"
+    assert planned.train.memfit.oom.policy == "split"
     assert not planned.train.memfit.plan.enabled
     assert fit_config(planned) is planned
     assert fit_config(cfg) == planned

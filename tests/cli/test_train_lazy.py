@@ -79,7 +79,7 @@ def run(*arguments):
 def test_accumulation_mixed_precision_evaluation_and_resuming(arguments, tmp_path):
     output = tmp_path / "output"
     arguments += ["train.accumulation_steps=3"]
-    run(*arguments, "train.amp.enabled=True", "train.amp.dtype=bfloat16")
+    run(*arguments, "train.amp.enabled=True", "+train.memfit.amp_dtype=bfloat16")
     metrics = read_metrics(output)
     assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [6, 6]
     assert any("bbox/AP50" in m for m in metrics)
@@ -144,37 +144,43 @@ def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["train.accumulation_steps=0"], "train.accumulation_steps must be a positive integer"),
-        (["train.micro_batch=1.5"], "train.micro_batch must be a positive integer, got 1.5"),
+        (["train.accumulation_steps=0"], "SOLVER.ACCUMULATION_STEPS must be a positive integer"),
         (
-            ["train.amp.enabled=True", "train.amp.dtype=float8"],
-            "train.amp.dtype must be 'float16'",
+            ["+train.memfit.micro_batch=1.5"],
+            "MEMFIT.MICRO_BATCH must be a positive integer or None, got 1.5",
         ),
-        (["+train.oom.policy=never"], "train.oom.policy must be 'raise' or 'split', got 'never'"),
-        (["+train.oom.grow_afer=1"], "there is no config key train.oom.grow_afer"),
+        (
+            ["train.amp.enabled=True", "+train.memfit.amp_dtype=float8"],
+            "MEMFIT.AMP_DTYPE must be 'float16'",
+        ),
+        (
+            ["+train.memfit.oom.policy=never"],
+            "MEMFIT.OOM.POLICY must be 'raise' or 'split', got 'never'",
+        ),
+        (["+train.memfit.oom.grow_afer=1"], "there is no config key MEMFIT.OOM.GROW_AFER"),
         (
             ["+train.memfit.heads.chunk_size=0"],
-            "train.memfit.heads.chunk_size must be a positive integer",
+            "MEMFIT.HEADS.CHUNK_SIZE must be a positive integer",
         ),
         (
             ["+train.memfit.head.chunk_size=1"],
-            "there is no config key train.memfit.head (did you mean train.memfit.heads",
+            "there is no config key MEMFIT.HEAD.CHUNK_SIZE (did you mean MEMFIT.HEADS.CHUNK_SIZE",
         ),
         (
             ["+train.memfit.plan.enabled=true"],
-            "train.memfit.plan.enabled needs a train.budget_gb, or a train.memfit.preset",
+            "MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET",
         ),
-        (["+train.memfit.preset=7GB"], "there is no preset '7GB'"),
+        (["+train.memfit.preset=7GB"], "MEMFIT.PRESET must be 4GB, 5GB"),
         (
-            ["+train.memfit.oom.policy=split"],
-            "in a LazyConfig, train.memfit.oom is called train.oom",
+            ["+train.oom.policy=split"],
+            "train.oom is not read: it is called train.memfit.oom",
         ),
         (
             ["+train.memfit.monitor.period=0"],
-            "train.memfit.monitor.period must be a positive integer",
+            "MEMFIT.MONITOR.PERIOD must be a positive integer",
         ),
         (["+train.memfit.host.budget_gb=1"], "train.memfit.host.budget_gb cannot be used"),
-        (["train.budget_gb=-1"], "train.budget_gb must be a number of GB above 0"),
+        (["+train.memfit.budget_gb=-1"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
         (["train.init_checkpoint=no.pth"], "the checkpoint no.pth cannot be read (No such file"),
         (
             ["--hold-out", "0.2"],
@@ -185,8 +191,8 @@ def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments,
             "--training-only only works with yaml configs. A LazyConfig itself says what is built",
         ),
         (
-            ["--card", "6GB", "train.budget_gb=5"],
-            "--card 6GB and train.budget_gb both set the budget: give only one",
+            ["--card", "6GB", "+train.memfit.budget_gb=5"],
+            "--card 6GB and train.memfit.budget_gb both set the budget: give only one",
         ),
         (["--config-file", "no.py"], "--config-file 'no.py' does not exist"),
         (["train.max_iter=2", "--resume"], "'train.max_iter=2 --resume' cannot be overrides of "),
@@ -209,16 +215,16 @@ def test_the_options_of_a_budget_are_those_of_yaml_configs(arguments, tmp_path):
         run(*options, *arguments, f"train.output_dir={output}")
         return OmegaConf.load(output / "config.yaml").train
 
-    assert keys_of("--budget", "20").budget_gb == 20
+    assert keys_of("--budget", "20").memfit.budget_gb == 20
     assert keys_of("--card", "24GB").memfit.preset == "24GB"
     keys = keys_of("--fit", "--budget", "20")
     assert keys.memfit.plan.enabled
-    assert keys.budget_gb == 20
+    assert keys.memfit.budget_gb == 20
 
 
 def test_techniques_are_applied(arguments, tmp_path, log):
     keys = ["matching.chunk_size=100", "checkpoint.modules=[backbone]", "host.shared_dataset=True"]
-    keys += ["evaluation.on_host=True", "monitor.period=1", "monitor.snapshot_on_oom=True"]
+    keys += ["evaluation.on_host=True", "monitor.period=1", "monitor.snapshot=True"]
     run(*arguments, *(f"+train.memfit.{key}" for key in keys))
     assert all("memfit/allocated_peak_gb" in m for m in read_metrics(tmp_path / "output")[:2])
     for name in ("ChunkedMatching", "ActivationCheckpointing", "SharedDataset", "EvaluationOnHost"):

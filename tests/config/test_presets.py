@@ -5,11 +5,11 @@ import pytest
 
 from d2_memfit import get_cfg, plan_memory
 from d2_memfit.cli.options import opts_of_budget
-from d2_memfit.config import PRESETS, budget_of_preset, load_cfg, why_no_card_has
+from d2_memfit.config import PRESETS, load_cfg, why_no_card_has, with_settings
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
 from d2_memfit.memory import process_memory
-from d2_memfit.settings import Settings
+from d2_memfit.settings import Settings, check_settings
 
 # What PyTorch says that the smallest card of each size has, in GB.
 SMALLEST = {
@@ -31,14 +31,14 @@ SMALLEST = {
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_process_can_take_the_budget_of_a_card_from_each_of_that_size(name):
-    assert 0.05 < SMALLEST[name] - budget_of_preset(name) < 0.2
-    assert why_no_card_has(budget_of_preset(name)) is None
+    assert 0.05 < SMALLEST[name] - PRESETS[name] < 0.2
+    assert why_no_card_has(PRESETS[name]) is None
 
 
 def test_there_is_no_other_size():
     assert PRESETS.keys() == SMALLEST.keys()
-    with pytest.raises(ConfigError, match=r"preset '7GB' \(did you mean .*There are 4GB, 5GB, 6GB"):
-        budget_of_preset("7GB")
+    with pytest.raises(ConfigError, match=r"MEMFIT\.PRESET must be 4GB, 5GB, 6GB, .*, got '7GB'"):
+        check_settings(with_settings(get_cfg(), {"MEMFIT.PRESET": "7GB"}))
 
 
 @pytest.mark.parametrize(("budget", "card"), [(6, "6GB"), (5.9, "6GB"), (8, "8GB"), (24, "24GB")])

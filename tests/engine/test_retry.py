@@ -246,7 +246,7 @@ def test_an_image_that_does_not_fit_alone_is_eased_without_changing_what_is_comp
 def test_it_is_made_smaller_only_if_that_is_allowed(times, tmp_path):
     model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
     fails = FailsTimes(1, times)
-    trainer = failing(fails, model=model, allow_resize=True, output_dir=tmp_path)
+    trainer = failing(fails, model=model, last_resort="resize", output_dir=tmp_path)
     iterate(trainer)
     events = read_record(tmp_path)
     assert [e["action"] for e in events] == ACTIONS[: times + 1]
@@ -267,7 +267,7 @@ def test_the_last_resort_is_an_error_that_says_all(tmp_path):
         "GB allocated",
         "GB reserved, a budget of 6 GB",
         "(1) SOLVER.AMP.ENABLED True; (2) a smaller INPUT.MAX_SIZE_TRAIN; "
-        "(3) MEMFIT.OOM.ALLOW_RESIZE True",
+        "(3) MEMFIT.OOM.LAST_RESORT resize",
     ):
         assert part in text
     assert read_record(tmp_path)[-1]["action"] == "training stops"

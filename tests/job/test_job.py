@@ -203,7 +203,10 @@ def test_a_lazy_config_is_estimated():
 
 def test_keys_of_a_lazy_config_have_their_places():
     places = overrides_of({"MEMFIT.MICRO_BATCH": 1, "MEMFIT.CHECKPOINT.MODULES": ["backbone"]})
-    assert places == {"train.micro_batch": 1, "train.memfit.checkpoint.modules": ["backbone"]}
+    assert places == {
+        "train.memfit.micro_batch": 1,
+        "train.memfit.checkpoint.modules": ["backbone"],
+    }
     job = Job.from_lazy(lazy_config(), 1).with_settings({"SOLVER.IMS_PER_BATCH": 6})
     assert job.parts.cfg.dataloader.train.total_batch_size == job.geometry.images_per_batch == 6
     with pytest.raises(ConfigError, match=r"INPUT.MASK_FORMAT has no place in a LazyConfig"):

@@ -474,7 +474,7 @@ print("tiles are done")
         (["TILES.BANDS", [1, 2]], "TILES.BANDS has 2 bands, and MODEL.PIXEL_MEAN has 3"),
         (["INPUT.CROP.ENABLED", True], "INPUT.CROP.ENABLED must be False"),
         (["MODEL.META_ARCHITECTURE", "PanopticFPN"], "PanopticFPN cannot be trained on tiles"),
-        (["MEMFIT.MICRO_BATCH", 0], "MEMFIT.MICRO_BATCH must be a positive integer, got 0"),
+        (["MEMFIT.MICRO_BATCH", 0], "MEMFIT.MICRO_BATCH must be a positive integer or None, got 0"),
     ],
 )
 def test_wrong_values_are_named(opts, message):

@@ -31,7 +31,7 @@ def test_float32_leaves_autocast_as_it_is():
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"one of float32, float16.*got 'float8'"):
+    with pytest.raises(ConfigError, match=r"'float32', 'float16' or 'bfloat16', got 'float8'"):
         Precision("float8", "cpu")
 
 

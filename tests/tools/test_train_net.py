@@ -88,8 +88,8 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
 @pytest.mark.parametrize(
     "opts",
     [
-        {"MEMFIT.OOM.POLICY": "never", "SOLVER.BASE_LR": -0.1, "SOLVER.MAX_ITER": 0},
-        {"MODEL.NEITHER": 2, "SOLVER.MAX_ITR": 1, "SOLVER.STEPS": 20},
+        {"MEMFIT.OOM.POLICY": "never", "SOLVER.BASE_LR": "1e999", "SOLVER.MAX_ITER": 0},
+        {"MODEL.NEITHER": 2, "SOLVER.MAX_ITR": 1, "SOLVER.STEPS": 20, "SOLVER.MAX_ITER": 0},
     ],
 )
 def test_all_that_is_wrong_is_said_at_once(arguments, tmp_path, capsys, opts):
@@ -267,7 +267,7 @@ def test_a_pattern_that_matches_nothing_is_one_line(arguments, capsys):
 def test_an_error_is_one_line_of_the_process(tmp_path):
     result = run_forked(TRAIN_NET, "SOLVER.ACCUMULATION_STEPS", 0)
     assert result.returncode == 2
-    message = "error: SOLVER.ACCUMULATION_STEPS must be a positive integer, got 0\n"
+    message = "error: SOLVER.ACCUMULATION_STEPS must be a positive integer up to 1000000, got 0\n"
     assert result.stderr == message
 
 
@@ -284,20 +284,23 @@ FILES = {
         (["SOLVER.ACCUMULATION_STEPS", 0], "SOLVER.ACCUMULATION_STEPS must be a positive integer"),
         (["SOLVER.ACCUMULATION_STEPS", -1], "SOLVER.ACCUMULATION_STEPS must be a positive integer"),
         (["SOLVER.ACCUMULATION_STEPS", 1.5], "SOLVER.ACCUMULATION_STEPS must be of type int"),
-        (["MEMFIT.MICRO_BATCH", 0], "MEMFIT.MICRO_BATCH must be a positive integer, got 0"),
-        (["MEMFIT.MICRO_BATCH", "two"], "MEMFIT.MICRO_BATCH must be a positive integer, got 'two'"),
+        (["MEMFIT.MICRO_BATCH", 0], "MEMFIT.MICRO_BATCH must be a positive integer or None, got 0"),
+        (
+            ["MEMFIT.MICRO_BATCH", "two"],
+            "MEMFIT.MICRO_BATCH must be a positive integer or None, got 'two'",
+        ),
         (["MEMFIT.NO_SUCH_KEY", 1], "there is no config key MEMFIT.NO_SUCH_KEY"),
         (["MEMFIT.AMP_DTYPE", "float8"], "MEMFIT.AMP_DTYPE must be 'float16' or 'bfloat16'"),
         (["MEMFIT.BUDGET_GB", 0], "MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6"),
         (["MEMFIT.BUDGET_GB", "six"], "MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6"),
         (["MEMFIT.OOM.POLICY", "never"], "MEMFIT.OOM.POLICY must be 'raise' or 'split', got 'nev"),
-        (["MEMFIT.OOM.LAST_RESORT", "x"], "MEMFIT.OOM.LAST_RESORT must be 'raise' or 'skip', got"),
-        (["MEMFIT.OOM.ALLOW_RESIZE", "x"], "MEMFIT.OOM.ALLOW_RESIZE must be of type bool, got x"),
+        (["MEMFIT.OOM.LAST_RESORT", "x"], "MEMFIT.OOM.LAST_RESORT must be 'raise', 'resize'"),
+        (["MEMFIT.PLAN.ENABLED", "x"], "MEMFIT.PLAN.ENABLED must be of type bool, got x"),
         (["MEMFIT.OPTIMIZER.ZERO", True], "MEMFIT.OPTIMIZER.ZERO shares optimizer states"),
         (["MEMFIT.MATCHING.CHUNK_SIZE", 0], "MEMFIT.MATCHING.CHUNK_SIZE must be a positive"),
         (["MEMFIT.HOST.BUDGET_GB", "much"], "MEMFIT.HOST.BUDGET_GB must be a positive number"),
-        (["MEMFIT.MONITOR.PERIOD", 0], "MEMFIT.MONITOR.PERIOD must be a positive integer, got 0"),
-        (["MEMFIT.MONITOR.LEAK_WINDOW", 9], "LEAK_WINDOW must be an integer of at least 40"),
+        (["MEMFIT.MONITOR.PERIOD", 0], "MONITOR.PERIOD must be a positive integer or None, got 0"),
+        (["MEMFIT.MONITOR.LEAKS", 9], "MONITOR.LEAKS must be an integer of at least 40"),
         (["SOLVER.IMS_PER_BATCH", 0], "SOLVER.IMS_PER_BATCH must be a positive integer"),
         (["DATASETS.TRAIN", "()"], "DATASETS.TRAIN is empty"),
         (["DATASETS.TRAIN", "('cli_trian',)"], "did you mean cli_train"),

@@ -89,7 +89,7 @@ def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictCo
 def budget_in(text: str) -> float:
     """Budget, in GB, of a plan that :func:`planned_yaml` wrote."""
     keys = yaml.load(text, SafeLoader)
-    return keys["MEMFIT"]["BUDGET_GB"] if "MEMFIT" in keys else keys["train.budget_gb"]
+    return keys["MEMFIT"]["BUDGET_GB"] if "MEMFIT" in keys else keys["train.memfit.budget_gb"]
 
 
 def lazy_file(config_file: str, opts: list[str], plan: Plan) -> str:

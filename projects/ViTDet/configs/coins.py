@@ -71,9 +71,7 @@ train = LazyConfig.load(find_config_file("common/train.py", ".py")).train
 train.max_iter = 120
 train.eval_period = 60
 train.accumulation_steps = 4
-train.budget_gb = None
-train.oom = {"policy": "split"}
-train.memfit = {}
+train.memfit = {"oom": {"policy": "split"}}
 
 lr_multiplier = L(WarmupParamScheduler)(
     scheduler=L(MultiStepParamScheduler)(values=[1.0, 0.1], milestones=[100], num_updates=120),

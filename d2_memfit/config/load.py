@@ -1,0 +1,215 @@
+# Copyright (c) the d2_memfit developers.
+"""Functions that make, complete and load configs with the keys of d2_memfit."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
+
+import yaml
+from detectron2.config import CfgNode as CN
+from detectron2.config import get_cfg as _get_detectron2_cfg
+
+from ..common.checks import check_all, did_you_mean
+from ..errors import ConfigError, UnknownKeyError
+from .files import find_config_file
+from .keys import checks_of, default_keys, keys_of, leaves
+from .yaml_arithmetic import arithmetic_in_yaml
+
+__all__ = ["add_memfit_config", "cfg_of_memfit", "get_cfg", "load_cfg", "merge_opts"]
+__all__ += ["with_memfit_keys", "with_settings", "without_memfit_keys"]
+
+Pairs = Sequence[tuple[str, Any, str]]  # keys, values, and the start of messages about them
+
+
+def add_memfit_config(cfg: CN) -> None:
+    """Add the keys of d2_memfit to a Detectron2 config. Existing keys keep their values."""
+    _add_missing(cfg, default_keys())
+
+
+def _add_missing(cfg: CN, defaults: CN) -> None:
+    for key, value in defaults.items():
+        if key not in cfg:
+            # Use the config's own class: yacs merges no other, and a project may have one.
+            setattr(cfg, key, type(cfg)(value) if isinstance(value, CN) else copy(value))
+        elif isinstance(value, CN):
+            _add_missing(cfg[key], value)
+
+
+def with_memfit_keys(cfg: CN) -> CN:
+    """A copy of a config with missing keys of d2_memfit added."""
+    return _changed(cfg, add_memfit_config)
+
+
+def without_memfit_keys(cfg: CN) -> CN:
+    """Copy a config without the keys of d2_memfit, so that plain Detectron2 can load it."""
+    plain = cfg.clone()
+    plain.defrost()
+    del plain["MEMFIT"], plain.SOLVER["ACCUMULATION_STEPS"]
+    return plain
+
+
+def with_settings(cfg: CN, settings: Mapping[str, Any]) -> CN:
+    """A copy of a config with other values for some keys, such as ``{"MODEL.DEVICE": "cpu"}``.
+
+    Raises:
+        KeyError: there is no such key.
+    """
+
+    def set_all(changed: CN) -> None:
+        for key, value in settings.items():
+            node, name = _node_of(changed, key)
+            node[name] = value
+
+    return _changed(cfg, set_all)
+
+
+def _changed(cfg: CN, change: Callable[[CN], None]) -> CN:
+    """A copy of a config after a change, frozen if the config is."""
+    changed = cfg.clone()
+    changed.defrost()
+    change(changed)
+    if cfg.is_frozen():
+        changed.freeze()
+    return changed
+
+
+def _node_of(cfg: CN, key: str) -> tuple[CN, str]:
+    """The node of a key, and the key's own name. Raises ``KeyError`` if there is none."""
+    *parents, name = key.split(".")
+    node: Any = cfg
+    for parent in parents:
+        node = node.get(parent) if isinstance(node, CN) else None
+    if not isinstance(node, CN) or name not in node:
+        raise KeyError(key)
+    return node, name
+
+
+def get_cfg() -> CN:
+    """Detectron2's ``get_cfg()`` plus the keys of d2_memfit."""
+    cfg = _get_detectron2_cfg()
+    add_memfit_config(cfg)
+    return cfg
+
+
+def load_cfg(
+    config_file: str = "",
+    opts: Sequence[Any] = (),
+    add_keys: Sequence[Callable[..., Any]] = (),
+    later_opts: Sequence[Any] = (),
+) -> CN:
+    """Load a config: all keys, then a config file, then ``KEY VALUE`` pairs of a command line.
+
+    Args:
+        config_file: as for :func:`~d2_memfit.config.files.find_config_file`; "" for none.
+        add_keys: functions that add a project's keys, such as ``add_pointrend_config``; or that
+            take no arguments and return a config, such as ``adet.config.get_cfg``.
+        later_opts: pairs that are merged later. If the file is wrong, the error has theirs, too.
+
+    Raises:
+        ConfigError: the file does not exist or is not safe YAML, a project's function fails, or
+            some keys or values are wrong. The message has a line for each.
+    """
+    cfg = get_cfg()
+    for add in add_keys:
+        try:
+            if inspect.signature(add).parameters:
+                add(cfg)
+            else:
+                made = add()
+                _add_missing(made, cfg)
+                cfg = made
+        except Exception as e:  # whatever a project's code raises
+            raise ConfigError(
+                f"{add.__name__} could not add a project's keys to the config "
+                f"({type(e).__name__}: {e})"
+            ) from e
+    wrong = _merge_file(cfg, find_config_file(config_file)) if config_file else ()
+    _merge(cfg, [*wrong, *_pairs(cfg, [*opts, *(later_opts if wrong else ())])])
+    return cfg
+
+
+def merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
+    """Merge ``KEY VALUE`` pairs. A preset replaces the budget of a file.
+
+    Raises:
+        ConfigError: some keys or values are wrong. The message has a line for each.
+    """
+    _merge(cfg, _pairs(cfg, opts))
+
+
+def _pairs(cfg: CN, opts: Sequence[Any]) -> Pairs:
+    for text in map(str, opts):
+        if text != text.encode(errors="ignore").decode():
+            raise ConfigError(f"{text!r} is not UTF-8, as a config must be: use another name")
+    if len(opts) % 2:
+        raise ConfigError(f"KEY VALUE pairs: a value is missing after {opts[-1]}")
+    pairs = dict(zip(opts[::2], opts[1::2]))
+    if pairs.get("MEMFIT.PRESET") and "MEMFIT.BUDGET_GB" not in pairs:
+        cfg.MEMFIT.BUDGET_GB = None
+    return [(key, value, "") for key, value in pairs.items()]
+
+
+def cfg_of_memfit(keys: Mapping[str, Any]) -> CN:
+    """Make a config from keys of MEMFIT, such as those of a LazyConfig's ``train.memfit``.
+
+    Args:
+        keys: nested, of Python or OmegaConf, in lower or upper case, such as
+            ``{"checkpoint": {"modules": ["backbone"]}}``.
+
+    Raises:
+        ConfigError: some keys or values are wrong. The message has a line for each.
+    """
+    cfg = get_cfg()
+    _merge(cfg, [(key.upper(), value, "") for key, value in leaves(keys, "MEMFIT.")])
+    return cfg
+
+
+def _merge_file(cfg: CN, file: str) -> Pairs:
+    """Merge a config file; if that fails, return its keys and values, of which some are wrong."""
+    try:
+        with arithmetic_in_yaml():
+            try:
+                cfg.merge_from_file(file, allow_unsafe=False)
+                return ()
+            except Exception:  # which names the first key that is wrong
+                values = CN(CN.load_yaml_with_base(file))
+                return [(key, value, f"{file}: ") for key, value in leaves(values)]
+    except RecursionError as e:
+        raise ConfigError(f"{file}: its _BASE_ leads back to itself") from e
+    except (AttributeError, TypeError) as e:  # something other than a mapping was searched for keys
+        raise ConfigError(f"{file}: not a config: it must be a mapping of keys to values") from e
+    except (AssertionError, OSError, ValueError, yaml.YAMLError) as e:
+        raise ConfigError(f"{file}: {' '.join(str(e).split())}") from e
+
+
+def _merge(cfg: CN, pairs: Pairs) -> None:
+    """Merge keys and values. If some are wrong, the error has the values that cannot work, too."""
+    known = [*keys_of(cfg)]
+    merges = [([pair[0]], partial(_merge_value, cfg, *pair, known)) for pair in pairs]
+    try:
+        check_all(merges)
+    except ConfigError:
+        check_all([*merges, *checks_of(cfg)])
+
+
+def _merge_value(cfg: CN, key: str, value: Any, where: str, known: Sequence[str]) -> None:
+    try:
+        node, name = _node_of(cfg, key)
+    except KeyError as e:
+        text = f"{where}there is no config key {key}{did_you_mean(key.upper(), known)}"
+        if key.startswith("MEMFIT."):
+            text += ". If 0.2.0 had it, it left in 0.3.0: see CHANGELOG"
+        raise UnknownKeyError(text) from e
+    if dict(leaves(default_keys())).get(key, "") is None:
+        node[name] = None  # of any type: MEMFIT.BUDGET_GB is 6, 5.5 or "auto"
+    if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):
+        value = list(value)  # OmegaConf's, too
+    try:
+        cfg.merge_from_list([key, value])
+    except Exception as e:
+        text = f"{where}{key} must be of type {type(node[name]).__name__}, got {str(value)[:999]}"
+        if isinstance(node[name], tuple):
+            text += """. Write "(800,)" for one number, "('my_train',)" for one name"""
+        raise ConfigError(text) from e
