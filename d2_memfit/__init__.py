@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .environment import missing
 
 if TYPE_CHECKING:
-    from .config import add_memfit_config, get_cfg
+    from .config.load import add_memfit_config, get_cfg
     from .engine.counts import window_count
     from .engine.defaults import MemfitMixin, MemfitTrainer
     from .engine.train_loop import AccumulatingTrainer

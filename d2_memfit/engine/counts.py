@@ -21,10 +21,10 @@ from detectron2.utils.events import EventStorage, get_event_storage
 
 from .. import compat
 from ..common.snapshot import Snapshot, weights_that_may_change
+from ..config.settings import NormalizerOptions
 from ..errors import ConfigError, OutOfMemoryError
 from ..job import objects_in
 from ..memory import is_out_of_memory
-from ..settings import NormalizerOptions
 from . import collectives
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
 from .loss_check import LIMIT, LIMIT_OF_16_BITS, LossReport, check_losses

@@ -21,7 +21,7 @@ from ..common.checks import value_of
 from ..common.files import is_local
 from ..common.units import GB, MB
 from ..compat.pytorch import dump_memory_snapshot, record_memory_history
-from ..config import default_keys, keys_of
+from ..config.keys import default_keys, keys_of
 from ..job import Job, size_of
 from .window import count_objects, dataset_dicts
 

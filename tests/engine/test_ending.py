@@ -15,11 +15,11 @@ from saving import resumed, trainer_of
 
 from d2_memfit.common.files import temporary_name
 from d2_memfit.compat import create_ddp_model, without_ddp
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.engine.ending import SIGNALS, SaveOnEnding
 from d2_memfit.engine.run_state import GatherStates
 from d2_memfit.engine.train_loop import AccumulatingTrainer
-from d2_memfit.settings import RecoveryOptions
 
 MAX_ITER = 6
 

@@ -21,6 +21,7 @@ from monitored import batches, cheap_trainer, make_trainer
 from tiny import ROOT, images, read_metrics, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, MemfitTrainer, compat, get_cfg, memory
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.build import job_hooks
 from d2_memfit.engine.hooks import (
     LeakDetector,
@@ -32,7 +33,6 @@ from d2_memfit.engine.hooks import (
 from d2_memfit.engine.oom_log import observed
 from d2_memfit.engine.run_state import GatherStates
 from d2_memfit.job import Job
-from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

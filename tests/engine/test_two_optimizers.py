@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from d2_memfit.compat import without_ddp
-from d2_memfit.settings import RecoveryOptions
+from d2_memfit.config.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 
