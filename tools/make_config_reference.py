@@ -12,7 +12,7 @@ from pathlib import Path
 
 from d2_memfit.common.checks import Check
 from d2_memfit.config.keys import KEYS, Key
-from d2_memfit.settings import lazy_name
+from d2_memfit.config.lazy import lazy_name
 from d2_memfit.techniques import TECHNIQUES
 
 CONFIG_MD = Path(__file__).resolve().parents[1] / "docs" / "CONFIG.md"
