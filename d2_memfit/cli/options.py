@@ -10,15 +10,9 @@ from omegaconf import DictConfig
 
 from ..common.checks import value_of
 from ..config import find_config_file, keys_in_own_files, load_cfg, merge_opts, settings_of_card
-from ..data import (
-    CocoFile,
-    Setting,
-    check_coco_file,
-    fit_to_data,
-    goes_with_data,
-    keep_dicts,
-    register_coco,
-)
+from ..data.coco_file import CocoFile, check_coco_file
+from ..data.registration import register_coco
+from ..data.settings import Setting, fit_to_data, goes_with_data
 from ..errors import ConfigError
 from ..job import with_overrides
 from ..settings import lazy_name, overrides_of
@@ -104,7 +98,6 @@ def with_data(
     *,
     eval_only: bool = False,
     reads_images: bool = False,
-    keeps: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[CfgNode, list[Setting]]:
     """Complete a config with options and with settings from the datasets of ``--coco``.
@@ -122,7 +115,6 @@ def with_data(
         check: raises :class:`ConfigError` if the config cannot work, before the datasets are read.
         eval_only: whether nothing is trained.
         reads_images: whether images must exist, or only the annotations.
-        keeps: whether this process trains. What the check has read is then kept for it.
         progress: as for :func:`~d2_memfit.data.check_coco_file`.
 
     Returns:
@@ -163,8 +155,6 @@ def with_data(
             test += [file] if name in cfg.DATASETS.TEST else []
     of_data = fit_to_data(cfg, train, test, given)
     merge_opts(cfg, opts_of_settings(of_data))
-    for file in train if keeps else ():
-        keep_dicts(file.name, file.content)
     return cfg, [*settings, *of_data]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from .. import compat
 from ..common.side_work import unchanged_random_state
 from ..common.snapshot import Snapshot
-from ..evaluation import unique_annotation_ids
+from ..data.annotation_ids import unique_annotation_ids
 from ..job import checked_test_loaders
 from ..memory import enforce_budget
 from ..settings import RecoveryOptions, Settings

@@ -15,7 +15,7 @@ from detectron2.engine import DefaultTrainer
 from detectron2.modeling import META_ARCH_REGISTRY
 
 from ..config import Card, cards_named, find_card, load_cfg
-from ..data import register_coco
+from ..data.registration import register_coco
 from ..errors import ConfigError
 from ..job import Job
 from ..planner.device import DeviceModel

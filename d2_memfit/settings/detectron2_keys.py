@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from PIL import Image
 
 from ..common.checks import check_choice, check_int, check_positive_number, fits, must
-from ..data import shorter_sides
+from ..data.sizes import shorter_sides
 from ..errors import ConfigError
 from .key_checks import KeyChecks
 

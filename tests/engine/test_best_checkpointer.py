@@ -19,7 +19,7 @@ from tiny import ROOT, parameters
 
 import d2_memfit
 from d2_memfit import MemfitTrainer
-from d2_memfit.data import register_coco
+from d2_memfit.data.registration import register_coco
 
 pytestmark = pytest.mark.slow
 
