@@ -18,6 +18,7 @@ from ..data.coco_file import CocoFile, check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import check_classes
 from ..engine import evaluating, usable_device
+from ..engine.oom_log import logger as recovery
 from ..errors import ConfigError
 from ..memory import device_memory, use_expandable_segments
 from ..predict.files import FilePrediction, metadata_of, outputs_of
@@ -60,7 +61,6 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
         check_classes(cfg, dataset)
     metadata = metadata_of(cfg) if dataset is None else MetadataCatalog.get(dataset.name)
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
-    recovery = logging.getLogger("d2_memfit.engine.attempts")
     level = recovery.level
     recovery.setLevel(logging.CRITICAL)  # it logs a line for each image that does not fit
     try:
