@@ -20,6 +20,7 @@ from trained import save_trained
 
 from d2_memfit.cli.commands import main
 from d2_memfit.config import load_cfg
+from d2_memfit.predict.predictor import weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -89,25 +90,15 @@ def test_results_are_those_of_the_default_predictor(config, photographs, coins, 
         assert np.abs(np.asarray(drawn, float) - np.asarray(plain, float)).mean() > 5
 
 
-def test_an_interrupted_run_has_its_last_checkpoint(config, photographs, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(config.parent, run)
-    (run / "model_final.pth").rename(run / "model_0000004.pth")
-    (run / "last_checkpoint").write_text("model_0000004.pth")
-    predict(run / config.name, photographs / "000.png", tmp_path / "found")
-    assert str(run / "model_0000004.pth") in capsys.readouterr().err
-
-
-def test_a_run_that_went_on_after_its_end_has_its_last_checkpoint(
-    config, photographs, coins, tmp_path, capsys
-):
-    run = tmp_path / "run"
-    shutil.copytree(config.parent, run)
-    shutil.copy(run / "model_final.pth", run / "model_0000014.pth")
-    (run / "last_checkpoint").write_text("model_0000014.pth")
-    says = f"weights: {run / 'model_0000014.pth'}\n"
-    predict(run / config.name, photographs / "000.png", tmp_path / "found")
-    assert says in capsys.readouterr().err
+def test_the_weights_are_the_last_ones_beside_the_config(tmp_path):
+    config, last = str(tmp_path / "config.yaml"), tmp_path / "model_0000014.pth"
+    assert weights_of(config, "", "given.pth") == "given.pth"
+    assert weights_of(config, "configured.pth", None) == "configured.pth"
+    (tmp_path / "model_final.pth").touch()
+    assert weights_of(config, "configured.pth", None) == str(tmp_path / "model_final.pth")
+    last.touch()  # of a run that was interrupted, or went on after its end
+    (tmp_path / "last_checkpoint").write_text(last.name)
+    assert weights_of(config, "configured.pth", None) == str(last)
 
 
 def test_without_input_the_images_of_the_dataset_are_predicted_on(
@@ -195,15 +186,6 @@ def test_one_tile_finds_what_the_whole_image_has_and_many_find_more(config, phot
     assert len(many) > len(whole)
     height, width = Image.open(source).size[::-1]
     assert all(r["segmentation"]["size"] == [height, width] for r in many)
-
-
-def test_weights_of_another_program_are_those_of_the_model(config, photographs, tmp_path, capsys):
-    weights = torch.load(config.parent / "model_final.pth")["model"]
-    torch.save({"state_dict": weights, "epoch": 3}, tmp_path / "other.ckpt")
-    predict(config, photographs, tmp_path / "found")
-    capsys.readouterr()
-    predict(config, photographs, tmp_path / "again", "--weights", tmp_path / "other.ckpt")
-    assert results_of(tmp_path / "again") == results_of(tmp_path / "found")
 
 
 def test_an_image_above_pillows_limit_is_read_for_tiles(config, photographs, tmp_path, capsys):
