@@ -142,7 +142,7 @@ def _check(
         for image in images:
             image["file_name"] = os.path.join(image_dir, image["file_name"])
         look_at_images(summary, images)
-        check(summary, {"name", "image"}, f"dataset {name}: ", is_coco_file=True)
+        check(summary, {"name", "image"}, f"dataset {name}: ", in_file=True)
     return CocoFile(name, json_file, summary, keypoint_names(coco), coco)
 
 

@@ -140,19 +140,17 @@ def kinds_of(cfg: CfgNode) -> set[str]:
     return {"box", "class"} | (masks if cfg.MODEL.MASK_ON else set()) | keypoints
 
 
-def check(
-    summary: Summary, kinds: Collection[str], where: str = "", is_coco_file: bool = False
-) -> None:
+def check(summary: Summary, kinds: set[str], where: str = "", in_file: bool = False) -> None:
     """Raise :class:`DataError` for the first fault that is an error.
 
     Args:
         kinds: kinds of faults that matter.
         where: the start of the message.
-        is_coco_file: whether it is a COCO file, which the user can correct before training.
+        in_file: whether it is of a COCO file, which the user can correct before training.
     """
     for error, case, line in summary.lines(kinds):
         is_most = 2 * case.number > summary.num_objects
-        if {"always": True, "most": is_most, "file": is_coco_file}.get(error):
+        if {"always": True, "most": is_most, "file": in_file}.get(error):
             raise DataError(where + line)
 
 

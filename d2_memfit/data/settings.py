@@ -96,7 +96,7 @@ def fit_to_data(
             "use a config of COCO-InstanceSegmentation"
         )
     for file in files:
-        check(file.summary, kinds_of(cfg), f"{file.name}, {file.json_file}: ", is_coco_file=True)
+        check(file.summary, kinds_of(cfg), f"{file.name}, {file.json_file}: ", in_file=True)
     for file in test:
         if file.without_area:  # which pycocotools needs, after hours of training
             raise DataError(

@@ -8,8 +8,8 @@ from typing import Any, Optional, Union
 import numpy as np
 import torch
 from detectron2.config import CfgNode, instantiate
+from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
-from detectron2.data.detection_utils import build_augmentation
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from numpy.typing import NDArray
@@ -75,11 +75,10 @@ class Predictor:
         load_whole_model(self.model, weights)
         if isinstance(config, DictConfig):
             mapper = instantiate(config.dataloader.test.mapper)
-            self.image_format = mapper.image_format
-            self._augmentations = mapper.augmentations
         else:
-            self.image_format = config.INPUT.FORMAT
-            self._augmentations = T.AugmentationList(build_augmentation(config, is_train=False))
+            mapper = DatasetMapper(config, is_train=False)
+        self.image_format = mapper.image_format
+        self._augmentations = mapper.augmentations
         self.tile_size = tile_size
 
     def __call__(self, image: NDArray[np.uint8], image_id: int) -> list[dict[str, Any]]:
@@ -143,16 +142,14 @@ class WholeModelCheckpointer(MemfitCheckpointer):
         return super().load(path, *args, **kwargs)
 
     def _log_incompatible_keys(self, incompatible: Any) -> None:
-        for name, there, here in incompatible.incorrect_shapes:
-            raise CheckpointError(
-                f"{self._path} does not fit the config: {name} has the shape {tuple(there)} there "
-                f"and {tuple(here)} in the model. Use the config of its training, with its classes"
-            )
+        shapes = [
+            f"{name} has the shape {a}, not {b}" for name, a, b in incompatible.incorrect_shapes
+        ]
         parameters = dict(self.model.named_parameters())
-        missing = [name for name in incompatible.missing_keys if name in parameters]
-        if missing:
+        missing = [f"{n} is missing" for n in incompatible.missing_keys if n in parameters]
+        if wrong := [*shapes, *missing]:
             raise CheckpointError(
-                f"{self._path} has no values for {len(missing)} of the model's "
-                f"{len(parameters)} parameters, such as {missing[0]}. Use the weights of a model "
-                "that was trained with this config"
+                f"{self._path} does not fit the config: {wrong[0]}, one of {len(wrong)} such of "
+                f"{len(parameters)} parameters. Use the weights of a model that was trained with "
+                "this config, with its classes"
             )

@@ -160,7 +160,7 @@ def test_a_fault_of_masks_is_an_error_in_a_coco_file_which_can_be_corrected():
     summary = look_at_annotations(dicts_of(annotation(segmentation=...)))
     check(summary, {"mask"})
     with pytest.raises(DataError, match="1 of 4 objects have no mask"):
-        check(summary, {"mask"}, is_coco_file=True)
+        check(summary, {"mask"}, in_file=True)
 
 
 @pytest.mark.slow

@@ -275,7 +275,7 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
         (["--config-file", "untrained.yaml"], "--weights: name the file of a trained model"),
         (["--budget", "5", "--card", "6GB"], "both set the budget: give only one"),
         (["MODEL.ROI_HEADS.NUM_CLASSES", "7"], "does not fit the config: roi_heads.box_predictor."),
-        (["MODEL.KEYPOINT_ON", "True"], "model_final.pth has no values for "),
+        (["MODEL.KEYPOINT_ON", "True"], "model_final.pth does not fit the config: roi_heads.keyp"),
     ],
 )
 def test_what_is_wrong_is_one_line(
