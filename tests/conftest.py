@@ -85,7 +85,7 @@ def coins(tmp_path_factory):
     """Folder of the Coins dataset, registered as coins_train and coins_val."""
     from make_dataset import make_dataset
 
-    from d2_memfit.data import register_coco
+    from d2_memfit.data.registration import register_coco
 
     folder = tmp_path_factory.mktemp("coins")
     make_dataset(folder)

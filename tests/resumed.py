@@ -10,7 +10,7 @@ from detectron2.utils.env import seed_all_rng
 from tiny import parameters, tiny_cfg
 
 from d2_memfit import MemfitTrainer
-from d2_memfit.data import register_coco
+from d2_memfit.data.registration import register_coco
 
 
 class Trainer(MemfitTrainer):

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """What is put in, and the one line that comes out: of the command, before anything is started.
 
-Dataset dicts that a project registers are in tests/data/test_dataset_check.py.
+Dataset dicts that a project registers are in tests/data/test_faults.py.
 """
 
 import json
@@ -23,7 +23,7 @@ from d2_memfit.cli import train
 pytestmark = pytest.mark.slow
 
 TRAIN_NET = ROOT / "tools" / "train_net.py"
-NAN, INFINITY = float("nan"), float("inf")
+NAN = float("nan")
 SIZE = 24
 TRIANGLE = [2.0, 2.0, 20.0, 2.0, 20.0, 20.0]
 
@@ -53,208 +53,40 @@ def put(place, *path, value=None):
     return change
 
 
-def drop(place, *path):
-    def change(coco):
-        node = coco[place]
-        for key in path[:-1]:
-            node = node[key]
-        del node[path[-1]]
-
-    return change
-
-
 def whole(place, value):
     return lambda coco: coco.update({place: value})
-
-
-def boxes(bbox):
-    return lambda coco: [a.update(bbox=bbox) for a in coco["annotations"]]
-
-
-def code(counts, size=(SIZE, SIZE)):
-    return put("annotations", 0, "segmentation", value={"size": list(size), "counts": counts})
 
 
 def polygon(*corners):
     return put("annotations", 0, "segmentation", value=[list(corners)])
 
 
-def keypoints(first, second):
-    def change(coco):
-        coco["annotations"][0]["keypoints"], coco["annotations"][1]["keypoints"] = first, second
-
-    return change
-
-
 ANNOTATION, IMAGE = ("annotations", 0), ("images", 0)
 
-# What is wrong with the COCO file that is trained on.
+# What is wrong with the COCO file that is trained on. tests/data has the other faults.
 COCO = {
     "no images": (whole("images", []), "the list 'images' of {file} has no entries"),
-    "images is text": (whole("images", "a"), "the list 'images' of {file} is missing"),
-    "images is a mapping": (whole("images", {}), "the list 'images' of {file} is missing"),
     "an image is text": (whole("images", ["a"]), "has an entry without file_name, height, id, wid"),
-    "no annotations": (whole("annotations", []), "has no annotations, except of crowds"),
-    "annotations is null": (whole("annotations", None), "the list 'annotations' of {file} is miss"),
-    "an annotation is null": (whole("annotations", [None]), "has an entry without bbox, category"),
-    "no categories": (whole("categories", []), "has the category_id 1, but nothing has that id"),
-    "categories is null": (whole("categories", None), "the list 'categories' of {file} is missing"),
-    "a category has no name": (drop("categories", 0, "name"), "has an entry without name"),
-    "a category has no id": (drop("categories", 0, "id"), "has an entry without id"),
-    "image without a name": (drop(*IMAGE, "file_name"), "has an entry without file_name"),
-    "image without a height": (drop(*IMAGE, "height"), "has an entry without height"),
-    "height of text": (
-        put(*IMAGE, "height", value="24"),
-        "has the height '24' with the id 1",
-    ),
-    "height 0": (put(*IMAGE, "height", value=0), "has the height 0 with the id 1, which is"),
-    "negative width": (
-        put(*IMAGE, "width", value=-24),
-        "has the width -24 with the id 1, which is not a number",
-    ),
-    "width NaN": (put(*IMAGE, "width", value=NAN), "width nan with the id 1, which is not a numb"),
-    "infinite height": (put(*IMAGE, "height", value=INFINITY), "has the height inf with the id 1"),
-    "height of another file": (put(*IMAGE, "height", value=99), "its entry says (24, 99)"),
-    "height of a billion": (put(*IMAGE, "height", value=10**9), "its entry says (24, 1000000000)"),
-    "file_name of a number": (put(*IMAGE, "file_name", value=7), "has the file_name 7 with the id"),
+    "height of text": (put(*IMAGE, "height", value="24"), "has the height '24' with the id 1"),
     "image is not there": (put(*IMAGE, "file_name", value="x.jpg"), "1 of 2 images do not exist"),
-    "file_name of a folder": (
-        put(*IMAGE, "file_name", value="folder"),
-        "{folder}/folder cannot be r",
-    ),
-    "file_name of a parent": (put(*IMAGE, "file_name", value="../a/b.jpg"), "../a/b.jpg"),
-    "image id is a list": (put(*IMAGE, "id", value=[1]), "the id [1], which is not an integer or"),
-    "image id is null": (put(*IMAGE, "id", value=None), "the id None, which is not an integer or"),
-    "image id is true": (put(*IMAGE, "id", value=True), "the id True, which is not an integer or"),
-    "image id is 1.5": (put(*IMAGE, "id", value=1.5), "has the id 1.5, which is not an integer"),
-    "image id is 0.0": (put(*IMAGE, "id", value=0.0), "has the id 0.0, which is not an integer"),
-    "image_id is 1.0": (put(*ANNOTATION, "image_id", value=1.0), "has the image_id 1.0, which is"),
-    "image id of 400 digits": (
-        put(*IMAGE, "id", value=10**400),
-        "has the image_id 1, but nothing has",
-    ),
-    "height of 24.5": (put(*IMAGE, "height", value=24.5), "its entry says (24, 24.5)"),
-    "line break in a name": (put(*IMAGE, "file_name", value="a\nb.jpg"), "is {folder}/a\\nb.jpg"),
+    "line break in a name": (put(*IMAGE, "file_name", value="a\nb.jpg"), "{folder}/a\\nb.jpg"),
     "zero byte in a name": (put(*IMAGE, "file_name", value="a\0b.jpg"), "1 of 2 images do not ex"),
     "half a character": (put(*IMAGE, "file_name", value="a\udc80.jpg"), "{folder}/a\\udc80.jpg"),
-    "an empty name": (put(*IMAGE, "file_name", value=""), "1 of 2 images do not exist, the first"),
-    "file_name is null": (put(*IMAGE, "file_name", value=None), "has the file_name None with the"),
-    "file_name is a list": (put(*IMAGE, "file_name", value=["1.jpg"]), "has the file_name ['1.jp"),
     "file_name of another folder": (
         put(*IMAGE, "file_name", value="/etc/passwd"),
         "opened images cannot be decoded. Training stops when one is loaded: /etc/passwd (Unid",
     ),
     "file_name is an address": (
         put(*IMAGE, "file_name", value="http://127.0.0.1:9/a.jpg"),
-        "1 of 2 images do not exist, the first is {folder}/http://127.0.0.1:9/a.jpg",
+        "1 of 2 images do not exist. Correct their names or folder: {folder}/http://127.0.0.1:9/",
     ),
-    "category name of a number": (
-        put("categories", 0, "name", value=7),
-        "the list 'categories' of {file} has the name 7 with the id 1, which is not a text",
-    ),
-    "category name null": (put("categories", 0, "name", value=None), "has the name None with the"),
-    "category name a list": (put("categories", 0, "name", value=["a"]), "has the name ['a'] with"),
-    "names of keypoints in a text": (
-        put("categories", 0, "keypoints", value="abc"),
-        "has the keypoints 'abc' with the id 1, which is not a list of names",
-    ),
-    "a number of keypoints": (put("categories", 0, "keypoints", value=7), "has the keypoints 7 wi"),
-    "numbers as names of keypoints": (
-        put("categories", 0, "keypoints", value=[1, 2]),
-        "has the keypoints [1, 2] with the id 1, which is not a list of names",
-    ),
-    "text in unused keypoints": (
-        keypoints(["a", "b", 2], [1, 2, 2]),
-        "has the keypoints ['a', 'b', 2] with the id 1, which is not a list of numbers",
-    ),
-    "keypoints are a text": (keypoints("abc", "abc"), "has the keypoints 'abc' with the id 1, whi"),
-    "keypoints are a number": (keypoints(7, 7), "has the keypoints 7 with the id 1, which is not"),
-    "keypoints are null": (keypoints([None] * 3, [1, 2, 2]), "has the keypoints [None, None, None"),
-    "keypoints with NaN": (keypoints([NAN, 1, 2], [1, 2, 2]), "has the keypoints [nan, 1, 2] with"),
-    "iscrowd of text": (put(*ANNOTATION, "iscrowd", value="no"), "has the iscrowd 'no' with the i"),
-    "iscrowd of the text 0": (put(*ANNOTATION, "iscrowd", value="0"), "has the iscrowd '0' with t"),
-    "iscrowd 2": (put(*ANNOTATION, "iscrowd", value=2), "has the iscrowd 2 with the id 1, which i"),
-    "iscrowd null": (put(*ANNOTATION, "iscrowd", value=None), "has the iscrowd None with the id 1"),
-    "iscrowd is a list": (put(*ANNOTATION, "iscrowd", value=[0]), "has the iscrowd [0] with the i"),
-    "true as mask": (
-        put(*ANNOTATION, "segmentation", value=True),
-        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
-    ),
-    "true in a bbox": (put(*ANNOTATION, "bbox", value=[True, 2, 3, 4]), "has the bbox [True, 2, 3"),
-    "bbox of 1e308": (put(*ANNOTATION, "bbox", value=[1e308] * 4), "has the bbox [1e+308, 1e+308,"),
-    "bbox of 400 digits": (put(*ANNOTATION, "bbox", value=[10**400, 1, 1, 1]), "has the bbox [100"),
-    "image id of text": (put(*IMAGE, "id", value="1"), "has numbers and texts as id: use one ty"),
-    "image id twice": (
-        put(*IMAGE, "id", value=2),
-        "'images' of {file} has the id 2 more than once",
-    ),
-    "annotation id twice": (
-        put(*ANNOTATION, "id", value=2),
-        "'annotations' of {file} has the id 2",
-    ),
-    "category id twice": (
-        lambda coco: coco["categories"].append({"id": 1, "name": "coin"}),
-        "'categories' of {file} has the id 1 more than once",
-    ),
-    "category_id is a list": (put(*ANNOTATION, "category_id", value=[1]), "the category_id [1], w"),
     "category_id of none": (
         put(*ANNOTATION, "category_id", value=7),
         "has the category_id 7, but nothing has",
     ),
-    "category_id -1": (
-        put(*ANNOTATION, "category_id", value=-1),
-        "has the category_id -1, but nothing has",
-    ),
-    "category_id of text": (put(*ANNOTATION, "category_id", value="1"), "texts as category_id"),
-    "image_id of none": (
-        put(*ANNOTATION, "image_id", value=7),
-        "has the image_id 7, but nothing has",
-    ),
-    "image_id is a mapping": (
-        put(*ANNOTATION, "image_id", value={}),
-        "the image_id {{}}, which is",
-    ),
-    "no bbox": (drop(*ANNOTATION, "bbox"), "has an entry without bbox: "),
-    "bbox null": (
-        put(*ANNOTATION, "bbox", value=None),
-        "has the bbox None with the id 1, which is",
-    ),
-    "bbox of three": (put(*ANNOTATION, "bbox", value=[1, 2, 3]), "has the bbox [1, 2, 3] with the"),
-    "bbox of text": (
-        put(*ANNOTATION, "bbox", value="1 2 3 4"),
-        "has the bbox '1 2 3 4' with the i",
-    ),
-    "bbox of texts": (
-        put(*ANNOTATION, "bbox", value=["1"] * 4),
-        "has the bbox ['1', '1', '1', '1'",
-    ),
-    "bbox with NaN": (
-        put(*ANNOTATION, "bbox", value=[1, 2, 3, NAN]),
-        "has the bbox [1, 2, 3, nan]",
-    ),
-    "infinite bbox": (
-        put(*ANNOTATION, "bbox", value=[1, 2, INFINITY, 3]),
-        "has the bbox [1, 2, inf",
-    ),
-    "nested bbox": (put(*ANNOTATION, "bbox", value=[[1, 2, 3, 4]]), "has the bbox [[1, 2, 3, 4]]"),
-    "no box has a size": (boxes([1, 1, 0, 0]), "bad, {file}: 2 of 2 boxes have no area. Detec"),
-    "all boxes are negative": (boxes([9, 9, -4, -4]), "2 of 2 boxes have a negative width or he"),
-    "boxes are corners": (boxes([10, 9, 20, 21]), "2 of 2 boxes exceed their image, but would fit"),
-    "boxes are fractions": (boxes([0.1, 0.1, 0.5, 0.4]), "2 of 2 boxes have numbers from 0 to 1"),
-    "boxes of YOLO": (boxes([0.5, 0.5, 1, 1]), "2 of 2 boxes have numbers from 0 to 1, but the"),
-    "boxes of a larger image": (boxes([90, 80, 70, 60]), "2 of 2 boxes exceed their image. Detect"),
-    "boxes before their image": (boxes([-20, 2, 19, 9]), "2 of 2 boxes exceed their image. Detec"),
-    "boxes of a smaller image": (boxes([5, 5, 1.5, 1.5]), "2 of 2 boxes are smaller than 2 pixels"),
-    "boxes of a billion": (boxes([2, 2, 1e9, 9]), "2 of 2 boxes are larger than a million pixel"),
-    "boxes at a billion": (boxes([1e9, 2, 9, 9]), "2 of 2 boxes are larger than a million pixel"),
-    "boxes of 1e-30": (boxes([2, 2, 1e-30, 9]), "2 of 2 boxes have no area. Detectron2's mapper"),
-    "crowds only": (
-        lambda coco: [a.update(iscrowd=1) for a in coco["annotations"]],
-        "has no annotations, except of crowds, which are not trained on",
-    ),
-    "no mask": (
-        drop(*ANNOTATION, "segmentation"),
-        "bad, {file}: MODEL.MASK_ON is True, but 1 of 2 objects have no mask",
+    "all boxes are corners": (
+        lambda coco: [a.update(bbox=[10, 9, 20, 21]) for a in coco["annotations"]],
+        "bad, {file}: 2 of 2 boxes exceed their image, but would fit",
     ),
     "mask null": (
         put(*ANNOTATION, "segmentation", value=None),
@@ -263,95 +95,6 @@ COCO = {
     "polygon with NaN": (
         polygon(NAN, *TRIANGLE[1:]),
         "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
-    ),
-    "infinite polygon": (
-        polygon(INFINITY, *TRIANGLE[1:]),
-        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
-    ),
-    "polygon far away": (
-        polygon(1e9, *TRIANGLE[1:]),
-        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
-    ),
-    "polygon of texts": (
-        polygon(*"123456"),
-        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
-    ),
-    "polygon of pairs": (
-        polygon(*[[1, 2]] * 6),
-        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
-    ),
-    "odd polygon": (
-        polygon(*TRIANGLE, 1),
-        "bad, {file}: 1 of 2 masks have a polygon with an odd number of coord",
-    ),
-    "masks away from their boxes": (
-        lambda coco: [a.update(bbox=[1, 12, 8, 8]) for a in coco["annotations"]],
-        "bad, {file}: 2 of 2 masks lie mostly outside their box",
-    ),
-    "masks as fractions": (
-        lambda coco: [
-            a.update(bbox=[10, 10, 12, 12], segmentation=[[n / SIZE for n in TRIANGLE]])
-            for a in coco["annotations"]
-        ],
-        "bad, {file}: 2 of 2 masks lie mostly outside their box",
-    ),
-    "masks on a line": (
-        lambda coco: [a.update(segmentation=[[2, 2, 9, 9, 20, 20]]) for a in coco["annotations"]],
-        "bad, {file}: 2 of 2 masks have no area: their corners lie on one line",
-    ),
-    "masks there and back": (
-        lambda coco: [
-            a.update(segmentation=[[2, 2, 9, 3, 20, 20, 9, 3]]) for a in coco["annotations"]
-        ],
-        "bad, {file}: 2 of 2 masks have no area: their corners lie on one line",
-    ),
-    "polygon of 400 digits": (
-        polygon(10**400, *TRIANGLE[1:]),
-        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
-    ),
-    "code that is cut off": (
-        code("`4X"),
-        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
-    ),
-    "code of no text": (
-        code(""),
-        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
-    ),
-    "a number as mask": (
-        put(*ANNOTATION, "segmentation", value=7),
-        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
-    ),
-    "text as mask": (
-        put(*ANNOTATION, "segmentation", value="abc"),
-        "bad, {file}: 1 of 2 objects have a polygon with a corner that is NaN, inf",
-    ),
-    "code without counts": (
-        code(None),
-        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
-    ),
-    "negative counts": (
-        code([-5, 581]),
-        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
-    ),
-    "counts of too few": (
-        code([3, 4]),
-        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
-    ),
-    "code of no size": (
-        code([576], []),
-        "bad, {file}: 1 of 2 masks are mappings without the size and counts",
-    ),
-    "code of other size": (
-        code([1], [1, 1]),
-        "bad, {file}: 1 of 2 masks are run-length codes of another size",
-    ),
-    "code of huge size": (
-        code([10**12], [10**6] * 2),
-        "bad, {file}: 1 of 2 masks are run-length codes of another size",
-    ),
-    "code for polygons": (
-        code([576]),
-        "bad, {file}: INPUT.MASK_FORMAT is polygon, but 1 of 2 masks are run-",
     ),
 }
 
@@ -371,36 +114,12 @@ CONTENTS = {
 }
 
 
-def save_turned(image, file):
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    image.resize((SIZE * 2, SIZE)).save(file, exif=exif)
-
-
 IMAGES = {
-    "empty": (lambda image, file: file.write_bytes(b""), "1.jpg (UnidentifiedImageError: "),
-    "text": (lambda image, file: file.write_text("no image"), "1.jpg (UnidentifiedImageError: "),
-    "a folder": (lambda image, file: file.mkdir(), "1.jpg cannot be read (it is not a file)"),
-    "truncated": (
-        lambda image, file: [image.save(file), file.write_bytes(file.read_bytes()[:-300])],
-        "1.jpg (OSError: image file is truncated",
-    ),
-    "of another size": (
-        lambda image, file: image.resize((9, 9)).save(file),
-        "1.jpg has (9, 9) pixels of width and height, but its entry says (24, 24)",
-    ),
-    "on its side": (
-        save_turned,
-        "1.jpg has (24, 48) pixels of width and height, but its entry says",
-    ),
-    "a pipe": (lambda image, file: os.mkfifo(file), "1.jpg cannot be read (it is not a file)"),
+    "text": (lambda file: file.write_text("no image"), "1.jpg (UnidentifiedImageError: "),
+    "a pipe": (os.mkfifo, "1.jpg cannot be read (it is not a file)"),
     "a link to itself": (
-        lambda image, file: file.symlink_to(file),
+        lambda file: file.symlink_to(file),
         "1.jpg cannot be read (Too many levels of symbolic links)",
-    ),
-    "missing": (
-        lambda image, file: None,
-        "1 of 2 images do not exist, the first is {folder}/1.jpg",
     ),
 }
 
@@ -614,9 +333,8 @@ def test_an_image(said, tmp_path, config, name):
     save, message = IMAGES[name]
     folder = tmp_path / "images"
     folder.mkdir()
-    image = Image.open(config / "1.jpg")
-    image.save(folder / "2.jpg")
-    save(image, folder / "1.jpg")
+    Image.open(config / "1.jpg").save(folder / "2.jpg")
+    save(folder / "1.jpg")
     line, names = said(folder=folder)
     assert message.format(**names) in line
 

@@ -9,15 +9,15 @@ from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 
 from d2_memfit import compat, get_cfg
-from d2_memfit.data import register_coco
+from d2_memfit.cli.train import Trainer
+from d2_memfit.data.registration import register_coco
 from d2_memfit.engine.evaluating import evaluating
-from d2_memfit.evaluation import build_evaluator
 
 
 def test_the_fast_evaluation_is_used_where_it_was_compiled(coins, tmp_path):
     cfg = get_cfg()
     cfg.OUTPUT_DIR = str(tmp_path)
-    evaluator = build_evaluator(cfg, "coins_val")
+    evaluator = Trainer.build_evaluator(cfg, "coins_val")
     assert isinstance(evaluator, COCOEvaluator)
     assert evaluator._use_fast_impl is compat.has_compiled_ops()
 
@@ -25,7 +25,7 @@ def test_the_fast_evaluation_is_used_where_it_was_compiled(coins, tmp_path):
 def test_a_dataset_of_unknown_type_is_named(tmp_path):
     MetadataCatalog.get("made_up").evaluator_type = "made_up_type"
     with pytest.raises(NotImplementedError, match=r"'made_up'.*'made_up_type'"):
-        build_evaluator(get_cfg(), "made_up")
+        Trainer.build_evaluator(get_cfg(), "made_up")
 
 
 def test_keypoints_that_are_not_cocos_are_evaluated(tmp_path):
@@ -46,7 +46,7 @@ def test_keypoints_that_are_not_cocos_are_evaluated(tmp_path):
     found.pred_boxes = Boxes(torch.tensor([[8.0, 8, 48, 48]]))
     found.scores, found.pred_classes = torch.ones(1), torch.zeros(1, dtype=torch.int64)
     found.pred_keypoints = torch.tensor([[[10.0, 10, 1], [40, 40, 1]]])
-    evaluator = build_evaluator(cfg, "sticks")
+    evaluator = Trainer.build_evaluator(cfg, "sticks")
     evaluator.reset()
     evaluator.process([{"image_id": 1}], [{"instances": found}])
     assert evaluator.evaluate()["keypoints"]["AP"] == pytest.approx(100)

@@ -17,7 +17,7 @@ from test_docs import blocks
 from tiny import ROOT
 
 from d2_memfit.config.load import load_cfg
-from d2_memfit.data import hold_out
+from d2_memfit.data.hold_out import hold_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

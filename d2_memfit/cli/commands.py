@@ -32,7 +32,6 @@ from ..explain import (
     page_of_run,
     plan_for,
 )
-from ..inference import estimate_inference
 from ..job import Job, find_function, load_lazy_config
 from ..measure import measure_gpu
 from ..memory import use_expandable_segments
@@ -49,6 +48,7 @@ from ..planner.writing import (
     page_of_plan,
     planned_yaml,
 )
+from ..predict.estimate import estimate_inference
 from ..report import write_page
 from . import train
 from .answers import print_text, put_together

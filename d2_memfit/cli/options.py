@@ -13,15 +13,9 @@ from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
 from ..config.lazy import lazy_name, overrides_of
 from ..config.load import load_cfg, merge_opts
-from ..data import (
-    CocoFile,
-    Setting,
-    check_coco_file,
-    fit_to_data,
-    goes_with_data,
-    keep_dicts,
-    register_coco,
-)
+from ..data.coco_file import CocoFile, check_coco_file
+from ..data.registration import register_coco
+from ..data.settings import Setting, fit_to_data, goes_with_data
 from ..errors import ConfigError
 from ..job import with_overrides
 
@@ -106,7 +100,6 @@ def with_data(
     *,
     eval_only: bool = False,
     reads_images: bool = False,
-    keeps: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[CfgNode, list[Setting]]:
     """Complete a config with options and with settings from the datasets of ``--coco``.
@@ -124,7 +117,6 @@ def with_data(
         check: raises :class:`ConfigError` if the config cannot work, before the datasets are read.
         eval_only: whether nothing is trained.
         reads_images: whether images must exist, or only the annotations.
-        keeps: whether this process trains. What the check has read is then kept for it.
         progress: as for :func:`~d2_memfit.data.check_coco_file`.
 
     Returns:
@@ -165,8 +157,6 @@ def with_data(
             test += [file] if name in cfg.DATASETS.TEST else []
     of_data = fit_to_data(cfg, train, test, given)
     merge_opts(cfg, opts_of_settings(of_data))
-    for file in train if keeps else ():
-        keep_dicts(file.name, file.content)
     return cfg, [*settings, *of_data]
 
 

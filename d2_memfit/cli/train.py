@@ -22,28 +22,42 @@ from typing import Any, Optional
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog
 from detectron2.engine import default_argument_parser, hooks
-from detectron2.evaluation import DatasetEvaluator, verify_results
+from detectron2.evaluation import (
+    CityscapesInstanceEvaluator,
+    CityscapesSemSegEvaluator,
+    COCOEvaluator,
+    COCOPanopticEvaluator,
+    DatasetEvaluator,
+    DatasetEvaluators,
+    LVISEvaluator,
+    PascalVOCDetectionEvaluator,
+    SemSegEvaluator,
+    verify_results,
+)
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from torch import nn
 
-from ..common.checks import check_int, check_positive_int
+from ..common.checks import check_int, check_positive_int, value_of
 from ..common.files import whole_file
+from ..compat import has_compiled_ops
 from ..config.files import find_config_file
 from ..config.load import load_cfg, merge_opts, with_settings
 from ..config.precision import Precision
 from ..config.settings import check_settings
-from ..data import check_datasets, classes_of_model, hold_out, keep_dicts, register_coco
+from ..data.classes import class_keys
+from ..data.hold_out import hold_out
+from ..data.registration import check_datasets, register_coco
 from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.defaults import MemfitTrainer
 from ..engine.ending import causes_named, signals_end_at_once
 from ..engine.launch import launch, usable_device, world_size
 from ..errors import ConfigError, MemfitError, exit_on_error
-from ..evaluation import build_evaluator
-from ..inference import WholeModelCheckpointer
 from ..memory import use_expandable_segments
 from ..planner import fit_config
+from ..predict.predictor import WholeModelCheckpointer
 from . import train_lazy
 from .command_line import add_card_and_coco_options
 from .next_step import after_training
@@ -57,13 +71,45 @@ logger = logging.getLogger(__name__)
 
 AddKeys = Sequence[Callable[[CfgNode], Any]]
 
+_OTHER_EVALUATORS = {
+    "cityscapes_instance": CityscapesInstanceEvaluator,
+    "cityscapes_sem_seg": CityscapesSemSegEvaluator,
+    "pascal_voc": PascalVOCDetectionEvaluator,
+}
+
 
 class Trainer(MemfitTrainer):
     @classmethod
     def build_evaluator(
         cls, cfg: CfgNode, dataset_name: str, output_folder: Optional[str] = None
     ) -> DatasetEvaluator:
-        return build_evaluator(cfg, dataset_name, output_folder)
+        """Build the evaluator that Detectron2's ``tools/train_net.py`` uses for the dataset."""
+        folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
+        kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
+        made: list[DatasetEvaluator] = []
+        if kind in ("sem_seg", "coco_panoptic_seg"):
+            made.append(SemSegEvaluator(dataset_name, distributed=True, output_dir=folder))
+        if kind in ("coco", "coco_panoptic_seg"):
+            made.append(
+                COCOEvaluator(
+                    dataset_name,
+                    output_dir=folder,
+                    use_fast_impl=has_compiled_ops(),
+                    kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
+                )
+            )
+        if kind == "coco_panoptic_seg":
+            made.append(COCOPanopticEvaluator(dataset_name, folder))
+        if kind == "lvis":
+            made.append(LVISEvaluator(dataset_name, output_dir=folder))
+        if kind in _OTHER_EVALUATORS:
+            made.append(_OTHER_EVALUATORS[kind](dataset_name))
+        if not made:
+            raise NotImplementedError(
+                f"no evaluator for the dataset {dataset_name!r} with evaluator_type {kind!r}: "
+                "override build_evaluator of the trainer"
+            )
+        return made[0] if len(made) == 1 else DatasetEvaluators(made)
 
     @classmethod
     def test_with_TTA(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
@@ -144,7 +190,6 @@ def prepare(
         check,
         eval_only=args.eval_only,
         reads_images=True,
-        keeps=ranks == 1,
         progress=say,
     )
     args.notes = [str(setting) for setting in settings]
@@ -172,9 +217,8 @@ def _check(args: argparse.Namespace, cfg: CfgNode, trainer: type[Trainer]) -> No
 
 def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
     """Build the model without memory for its weights, which takes a tenth of a second."""
-    classes = classes_of_model(cfg)
-    if classes is not None:
-        check_positive_int(*classes)
+    for key in class_keys(cfg) or ():
+        check_positive_int(key, value_of(cfg, key))
     try:
         with torch.device("meta"):
             trainer.build_model(with_settings(cfg, {"MODEL.DEVICE": "meta"}))
@@ -235,8 +279,6 @@ def _evaluate(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Traine
 def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer]) -> str:
     """Train; return the file of the last checkpoint."""
     trainer = trainer_class(cfg)
-    for name, _, _ in args.coco:
-        keep_dicts(name, None)
     trainer.resume_or_load(resume=args.resume)
     if cfg.TEST.AUG.ENABLED:
         trainer.register_hooks(

@@ -13,17 +13,19 @@ Detectron2's configs/common/train.py, it may have:
 """
 
 import argparse
+import inspect
 import logging
 from typing import Any, Optional
 
 import torch
 from detectron2.config import instantiate
 from detectron2.engine import default_writers, hooks
-from detectron2.evaluation import print_csv_format
+from detectron2.evaluation import COCOEvaluator, print_csv_format
 from detectron2.utils import comm
-from omegaconf import DictConfig
+from detectron2.utils.registry import locate
+from omegaconf import DictConfig, ListConfig
 
-from ..compat import create_ddp_model
+from ..compat import create_ddp_model, has_compiled_ops
 from ..config.files import find_config_file
 from ..config.lazy import cfg_of_lazy
 from ..config.precision import Precision
@@ -34,11 +36,10 @@ from ..engine.ending import causes_named
 from ..engine.evaluating import evaluating
 from ..engine.launch import usable_device, world_size
 from ..errors import ConfigError, exit_on_error
-from ..evaluation import use_available_implementation
-from ..inference import WholeModelCheckpointer
 from ..job import Job, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments
 from ..planner import fit_config
+from ..predict.predictor import WholeModelCheckpointer
 from .next_step import after_training
 from .options import opts_of_budget, opts_of_fit, with_opts
 from .run_folder import check_folder, set_up_rank
@@ -54,6 +55,14 @@ def evaluate(job: Job, model: torch.nn.Module) -> Optional[dict[str, Any]]:
         results = job.parts.test(model)
     print_csv_format(results)
     return results
+
+
+def _use_available_implementation(evaluator: Any) -> None:
+    """Let each LazyCall of COCOEvaluator without a choice take an implementation that is there."""
+    for call in evaluator if isinstance(evaluator, ListConfig) else [evaluator]:
+        target = locate(call._target_) if isinstance(call._target_, str) else call._target_
+        if inspect.isclass(target) and issubclass(target, COCOEvaluator):
+            call.setdefault("use_fast_impl", has_compiled_ops())
 
 
 def train(cfg: DictConfig, job: Job, resume: bool) -> None:
@@ -90,7 +99,7 @@ def load_config(args: argparse.Namespace) -> DictConfig:
         cfg = with_opts(cfg, [text for pair in values.items() for text in pair])
     cfg.train.device = usable_device(cfg.train.device)
     if "evaluator" in cfg.dataloader:
-        use_available_implementation(cfg.dataloader.evaluator)
+        _use_available_implementation(cfg.dataloader.evaluator)
     return cfg
 
 

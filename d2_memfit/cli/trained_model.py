@@ -11,30 +11,20 @@ from typing import Any, Optional
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from omegaconf import DictConfig
 
-from ..common.checks import check_int
+from ..common.checks import Check, check_int, fits
 from ..common.files import check_outputs
 from ..common.units import GB
-from ..data import (
-    CocoFile,
-    check_classes,
-    check_coco_file,
-    complaints_about_images,
-    look_at_images,
-    register_coco,
-)
+from ..data.coco_file import CocoFile, check_coco_file
+from ..data.registration import register_coco
+from ..data.settings import check_classes
 from ..engine.evaluating import evaluating
 from ..engine.launch import usable_device
+from ..engine.oom_log import logger as recovery
 from ..errors import ConfigError
-from ..inference import (
-    FilePrediction,
-    Predictor,
-    find_files,
-    import_visualizer,
-    metadata_of,
-    outputs_of,
-    weights_of,
-)
 from ..memory import device_memory, use_expandable_segments
+from ..predict.files import FilePrediction, metadata_of, outputs_of
+from ..predict.images import find_files
+from ..predict.predictor import Predictor, weights_of
 from .command_line import files_read
 from .job_options import is_lazy, job_of, load_any_config
 from .screen import say, show
@@ -44,12 +34,18 @@ __all__ = ["predict_files"]
 _INCOMPLETE = 3  # exit status
 
 
+_SCORE = Check("a number from 0 to 1", lambda value: fits(value, float) and 0 <= value <= 1)
+
+
 def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
     """Run the command predict.
 
     Args:
         opts: KEY VALUE pairs of the budget, which come before the user's.
     """
+    _SCORE("--min-score", args.min_score)
+    if args.tile_size is not None:
+        check_int("--tile-size", args.tile_size, at_least=16)
     dataset = _dataset_of(args)
     if args.input is not None:
         files = find_files(args.input)
@@ -61,9 +57,6 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
             "--input: name an image, a video or a folder of them. Or leave it out and name images "
             "with --coco NAME JSON IMAGE_DIR"
         )
-    if args.tile_size is not None:
-        check_int("--tile-size", args.tile_size, at_least=16)
-    import_visualizer()
     if opts:
         use_expandable_segments()  # before anything queries the GPU
     own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
@@ -71,16 +64,12 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
     if dataset is not None and not is_lazy(args.config_file):  # which has no number of classes
         check_classes(cfg, dataset)
     metadata = metadata_of(cfg) if dataset is None else MetadataCatalog.get(dataset.name)
-    looked = look_at_images(list(map(str, files)), [(None, None)] * len(files))
-    if "deep" in looked:
-        say(dict(complaints_about_images(looked, len(files)))["deep"])
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
-    recovery = logging.getLogger("d2_memfit.engine.attempts")
     level = recovery.level
     recovery.setLevel(logging.CRITICAL)  # it logs a line for each image that does not fit
     try:
         with evaluating(cfg, predictor.model):
-            prediction.run(files, say)
+            failures = prediction.run(files, say)
     finally:
         recovery.setLevel(level)
     device = next(predictor.model.parameters()).device
@@ -91,9 +80,8 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
         f"Written: {args.output / 'pictures'}, {args.output / 'coco_instances_results.json'}, "
         f"{args.output / 'images.json'} (the images of these results)"
     )
-    left = len(files) - len(prediction.done)
-    if left:
-        say(f"{left} of {len(files)} files were skipped or not finished")
+    if failures:
+        say(f"{failures} of {len(files)} files were skipped or not finished")
         sys.exit(_INCOMPLETE)
 
 

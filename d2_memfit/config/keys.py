@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from detectron2.config import CfgNode as CN
 
 from ..common.checks import Check, check_all, check_device, choice, did_you_mean, fits, whole
-from ..data import shorter_sides
+from ..data.sizes import shorter_sides
 from ..errors import ConfigError, UnknownKeyError
 from ..techniques import TECHNIQUES, TIERS
 from .cards import PRESETS

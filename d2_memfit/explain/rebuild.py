@@ -16,7 +16,7 @@ from detectron2.modeling import META_ARCH_REGISTRY
 
 from ..config.cards import Card, cards_named, find_card
 from ..config.load import load_cfg
-from ..data import register_coco
+from ..data.registration import register_coco
 from ..errors import ConfigError
 from ..job import Job
 from ..planner.device import DeviceModel

@@ -15,16 +15,9 @@ from ..common.patching import modules_with, replaced_functions
 from ..common.reading import checked
 from ..common.units import MB
 from ..compat import local_world_size
-from ..data import (
-    AnnotationSummary,
-    check_boxes,
-    check_crowd,
-    check_masks,
-    look_at_annotations,
-    look_at_dataset,
-    shorter_sides,
-    warnings_about_data,
-)
+from ..data.faults import Summary, check, kinds_of, look_at_annotations, warnings_about
+from ..data.images import look_at_images
+from ..data.sizes import shorter_sides
 from ..errors import DataError
 from ..memory import is_loader_out_of_memory
 from ..techniques import SharedDataset, SharedList
@@ -111,25 +104,20 @@ def _is_dataset_dict(item: Any) -> bool:
 
 def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: bool) -> None:
     """Raise an error on each rank; look at images, and warn, on rank 0."""
+    summary = look_at_annotations(dicts)
+    check(summary, {"crowd", *(kinds_of(cfg) if says_all else {"box"})})
     if not comm.is_main_process():
-        _check_annotations(look_at_annotations(dicts), cfg, says_all)
         return
+    named = [d for d in dicts if isinstance(d.get("file_name"), str)]
+    look_at_images(summary, named)
+    if not summary.num_opened:  # the names are not files; only the mapper can read them
+        summary.cases.pop("missing", None)
     names = list(cfg.DATASETS.TRAIN) if says_all else []
-    metadata = [MetadataCatalog.get(name) for name in names]
-    summary = look_at_dataset(dicts, logger.info)
-    _check_annotations(summary, cfg, says_all)
-    class_names = metadata[0].get("thing_classes") if metadata else None
-    for warning in warnings_about_data(cfg if says_all else None, summary, class_names):
+    class_names = MetadataCatalog.get(names[0]).get("thing_classes") if names else None
+    for warning in warnings_about(cfg if says_all else None, summary, class_names):
         logger.warning(warning)
     if says_all:
         _warn_of_small_shm(cfg, summary, comm.get_world_size())
-
-
-def _check_annotations(summary: AnnotationSummary, cfg: CfgNode, says_all: bool) -> None:
-    if says_all:
-        check_masks(cfg, summary)
-    check_boxes(summary)
-    check_crowd(summary)
 
 
 def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
@@ -140,10 +128,10 @@ def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
             len(dicts),
         )
     if cfg.MODEL.MASK_ON:
-        check_masks(cfg, look_at_annotations(dicts))
+        check(look_at_annotations(dicts), {"mask"})
 
 
-def _warn_of_small_shm(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int) -> None:
+def _warn_of_small_shm(cfg: CfgNode, summary: Summary, num_ranks: int) -> None:
     """Warn before training if /dev/shm may become full; a worker would end with a bus error.
 
     Args:
@@ -175,7 +163,7 @@ def _warn_of_small_shm(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int)
     )
 
 
-def shm_bytes(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int, workers: int) -> float:
+def shm_bytes(cfg: CfgNode, summary: Summary, num_ranks: int, workers: int) -> float:
     """Largest number of bytes that one rank's images take in shared memory.
 
     Images count at the largest size: those that workers have ready, and those that the trainer

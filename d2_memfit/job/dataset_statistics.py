@@ -12,7 +12,7 @@ from detectron2.utils.file_io import PathManager
 
 from ..common.files import is_file
 from ..common.side_work import alone, no_information, unchanged_random_state
-from ..data import read_header
+from ..data.images import size_of_image
 from .label_images import labels_in
 from .largest_images import Size, dict_of_size, num_instances_of, with_instances
 
@@ -182,5 +182,5 @@ def _size_of(d: dict[str, Any]) -> Size:
     """Height and width of a dataset dict's image, or those that its file has for Detectron2."""
     if "height" in d and "width" in d:
         return d["height"], d["width"]
-    (width, height), *_ = read_header(PathManager.get_local_path(d["file_name"]))
+    width, height = size_of_image(PathManager.get_local_path(d["file_name"]))
     return height, width

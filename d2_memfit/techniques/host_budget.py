@@ -10,7 +10,7 @@ from detectron2.utils import comm
 
 from ..common.checks import check_positive_number
 from ..common.units import GB
-from ..data import shorter_sides
+from ..data.sizes import shorter_sides
 from ..memory import available_host_bytes
 from .registry import TECHNIQUES, KeyTechnique
 

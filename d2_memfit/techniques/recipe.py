@@ -9,7 +9,7 @@ from detectron2.modeling import ROI_MASK_HEAD_REGISTRY
 from detectron2.modeling.roi_heads import BaseMaskRCNNHead
 
 from ..common.checks import value_of
-from ..data import shorter_sides
+from ..data.sizes import shorter_sides
 from .registry import TECHNIQUES, Technique
 
 __all__: list[str] = []  # they are found by their names

@@ -32,10 +32,10 @@ from torch import nn
 from d2_memfit.cli.train import argument_parser, run
 from d2_memfit.common.files import check_outputs, output_file
 from d2_memfit.config.load import load_cfg
-from d2_memfit.data import register_coco
+from d2_memfit.data.registration import register_coco
 from d2_memfit.errors import ConfigError, exit_on_error
-from d2_memfit.inference import load_whole_model
 from d2_memfit.memory import TensorMeter
+from d2_memfit.predict.predictor import load_whole_model
 
 
 def add_distillation_config(cfg: CfgNode) -> None:

@@ -26,11 +26,13 @@ from tiled_images import CorruptImageError, TiledPredictor, load_tiled_cfg, warn
 
 from d2_memfit.common.files import check_outputs
 from d2_memfit.config.settings import Settings
-from d2_memfit.data import check_coco_file
+from d2_memfit.data.coco_file import check_coco_file
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.errors import exit_on_error
-from d2_memfit.inference import CocoResultsWriter, load_whole_model, to_coco
 from d2_memfit.memory import enforce_budget, use_expandable_segments
+from d2_memfit.predict.files import results_file
+from d2_memfit.predict.predictor import load_whole_model
+from d2_memfit.predict.tiles import to_coco
 from d2_memfit.techniques import ready_to_evaluate
 
 
@@ -78,12 +80,12 @@ def main() -> None:
     with (
         ready_to_evaluate(model, cfg),
         recovering_inference(model, settings.recovery),
-        CocoResultsWriter.open(args.output) as results,
+        results_file(args.output) as write,
     ):
         for image_id, file_name in files.items():
             found = (to_coco(d, image_id, categories) for d in predictor.detect(file_name))
             try:
-                results.write(found)
+                write(found)
             except CorruptImageError as e:
                 if not cfg.TILES.SKIP_CORRUPT:
                     raise

@@ -21,7 +21,7 @@ from tiled_images import TiledTrainer, fit_tiled_config, load_tiled_cfg
 
 from d2_memfit import MemfitMixin
 from d2_memfit.cli.command_line import add_coco_option
-from d2_memfit.data import check_datasets, register_coco
+from d2_memfit.data.registration import check_datasets, register_coco
 from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.engine.launch import launch
 from d2_memfit.errors import exit_on_error

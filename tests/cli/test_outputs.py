@@ -23,7 +23,7 @@ from trained import save_trained
 
 from d2_memfit.cli import train
 from d2_memfit.cli.commands import main
-from d2_memfit.inference import picture_name
+from d2_memfit.predict.images import picture_name
 
 pytestmark = pytest.mark.slow
 

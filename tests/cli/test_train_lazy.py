@@ -29,7 +29,7 @@ from detectron2.evaluation import COCOEvaluator
 from detectron2.solver.build import get_default_optimizer_params
 from fvcore.common.param_scheduler import CosineParamScheduler
 
-from d2_memfit.data import register_coco
+from d2_memfit.data.registration import register_coco
 from tiny import tiny_cfg, tiny_model
 
 for split in ("train", "val"):

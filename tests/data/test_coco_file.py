@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from d2_memfit.data import check_coco_file
+from d2_memfit.data.coco_file import check_coco_file
 from d2_memfit.errors import DataError
 
 
@@ -34,7 +34,7 @@ def test_classes_are_in_the_order_of_detectron2(coins, tmp_path):
     found = check_coco_file("other", str(file), None, True)
     assert found.classes == ("coin", "note")
     assert found.summary.num_objects == len(coco["annotations"]) - 1
-    (code,) = found.summary.cases["rle"].examples
+    (code,) = found.summary.cases["rle_size"].examples
     assert code.startswith("id 1000 of ")
     (without,) = found.summary.cases["no_mask"].examples
     assert without.startswith(f"id {coco['annotations'][1]['id']} of ")
@@ -96,8 +96,8 @@ def test_as_many_annotations_as_coco_has_are_checked_in_less_time_than_they_are_
     found = check_coco_file("coco", str(file), None, for_training=True, progress=lines.append)
     assert time.process_time() - start < 2 * reading
     assert found.summary.num_objects == 860_000
-    assert lines[0].startswith(f"Reading {file}, ")
-    assert "860,000 objects of 118,000 images checked in" in lines[1]
+    (line,) = lines
+    assert line.startswith(f"Reading {file}, ")
 
 
 def crowd_only(coco):
@@ -134,7 +134,7 @@ def drop_from_first(key, field):
         (set_in_first("annotations", "id", 2), "'annotations' .* has the id 2 more than once"),
         (
             set_in_first("images", "file_name", "no.png"),
-            r"1 of \d+ images do not exist, the first is .*no\.png",
+            r"1 of \d+ images do not exist.*no\.png",
         ),
         (
             set_in_first("images", "height", 5),
@@ -144,6 +144,19 @@ def drop_from_first(key, field):
         (set_in_first("annotations", "bbox", None), r"the bbox None with the id 1, which is not"),
         (set_in_first("annotations", "bbox", [1, 2, 3]), r"the bbox \[1, 2, 3\] with the id 1,"),
         (set_in_first("annotations", "bbox", [1, 2, 3, float("nan")]), r"nan\] with the id 1,"),
+        (set_in_first("annotations", "bbox", [10**400, 1, 1, 1]), r"the bbox \[1000"),
+        (set_in_first("annotations", "bbox", [True, 1, 1, 1]), r"the bbox \[True, 1"),
+        (set_in_first("annotations", "iscrowd", "0"), "iscrowd '0' with the id 1, which is not 0"),
+        (set_in_first("annotations", "keypoints", [1, 2]), r"keypoints \[1, 2\] with the id 1, w"),
+        (
+            set_in_first("categories", "keypoints", "abc"),
+            "the keypoints 'abc' with the id 1, which",
+        ),
+        (set_in_first("categories", "name", 7), "has the name 7 with the id 1, which is not a te"),
+        (set_in_first("images", "file_name", None), "file_name None with the id 0, which is not"),
+        (set_in_first("images", "height", float("nan")), "has the height nan with the id 0, which"),
+        (set_in_first("images", "height", -24), "has the height -24 with the id 0, which is not"),
+        (set_in_first("images", "id", 1.5), "has the id 1.5, which is not an integer or a text"),
         (
             lambda coco: coco["categories"].append({"id": "x", "name": "note"}),
             "has numbers and texts as id: use one type for all",

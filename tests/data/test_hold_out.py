@@ -10,7 +10,7 @@ import pytest
 from small_datasets import coco_of
 from tiny import run_process
 
-from d2_memfit.data import hold_out
+from d2_memfit.data.hold_out import hold_out
 from d2_memfit.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ def test_the_parts_are_disjoint_and_complete(tmp_path, number, share):
 
 SPLIT = """
 import sys
-from d2_memfit.data import hold_out
+from d2_memfit.data.hold_out import hold_out
 hold_out([["coins", sys.argv[1], "images"]], 0.2, sys.argv[2], False)
 """
 

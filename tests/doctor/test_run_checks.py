@@ -15,7 +15,7 @@ from own_loops import OnlySteps, StepsItself, StopsEarly
 from tiny import tiny_cfg
 
 from d2_memfit import Job, MemfitMixin
-from d2_memfit.data import register_coco
+from d2_memfit.data.registration import register_coco
 from d2_memfit.doctor import examine_runs
 from d2_memfit.doctor.patient import Unwell
 from d2_memfit.doctor.run_checks import agrees_on_two_ranks, is_plain_by_default

@@ -37,9 +37,9 @@ class Reseeded:
 
     @classmethod
     def build_evaluator(cls, cfg, name):
-        from d2_memfit.evaluation import build_evaluator
+        from d2_memfit.cli.train import Trainer
 
-        return build_evaluator(cfg, name)
+        return Trainer.build_evaluator(cfg, name)
 
 
 class Trainer(Reseeded, MemfitTrainer):

@@ -17,9 +17,9 @@ from PIL import Image
 from tiny import tiny_cfg
 
 from d2_memfit import MemfitTrainer
-from d2_memfit.data import AnnotationSummary
+from d2_memfit.cli import train
+from d2_memfit.data.faults import Summary
 from d2_memfit.errors import DataError
-from d2_memfit.evaluation import build_evaluator
 from d2_memfit.job import checked_loader, checked_test_loaders
 from d2_memfit.job.checked_loader import shm_bytes
 from d2_memfit.techniques.shared_dataset import SharedList
@@ -167,15 +167,11 @@ def test_the_loader_of_the_test_set_shares_its_dataset_too(cfg, dicts, coins, sh
     cfg.MEMFIT.HOST.SHARED_DATASET = shared
     loaders = []
 
-    class Trainer(MemfitTrainer):
+    class Trainer(train.Trainer):
         @classmethod
         def build_test_loader(cls, cfg, name):
             loaders.append(super().build_test_loader(cfg, name))
             return loaders[-1]
-
-        @classmethod
-        def build_evaluator(cls, cfg, name):
-            return build_evaluator(cfg, name)
 
     model = Trainer.build_model(cfg)
     Trainer.test(cfg, model)
@@ -202,7 +198,7 @@ def test_dev_shm_is_measured_before_the_start(cfg, dicts, log, monkeypatch):
 
 
 def test_bit_masks_take_room_in_shared_memory(cfg):
-    summary = AnnotationSummary(num_images=10, num_objects=70, most_objects=30)
+    summary = Summary(num_images=10, num_objects=70, most_objects=30)
     polygons = shm_bytes(cfg, summary, 1, 2)
     cfg.INPUT.MASK_FORMAT = "bitmask"
     pixels, images = 64 * 128, 2 * 2 + 2 + 4

@@ -21,7 +21,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from d2_memfit import Job, get_cfg
-from d2_memfit.data import register_coco
+from d2_memfit.data.registration import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
 from d2_memfit.job.capture import capture_loader, empty_images

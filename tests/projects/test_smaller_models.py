@@ -20,9 +20,9 @@ from torchvision import models
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.config.load import load_cfg
-from d2_memfit.inference import load_whole_model
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.estimates import steps
+from d2_memfit.predict.predictor import load_whole_model
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,8 @@ from tiny import ROOT, read_metrics
 
 from d2_memfit import Job
 from d2_memfit.errors import ConfigError, DataError
-from d2_memfit.inference import CocoResultsWriter, Detection, Grid, Tile, to_coco
+from d2_memfit.predict.files import results_file
+from d2_memfit.predict.tiles import Detection, Grid, Tile, to_coco
 
 pytestmark = pytest.mark.slow
 
@@ -368,11 +369,11 @@ def test_an_image_that_breaks_in_the_middle_leaves_no_results_if_it_is_left_out(
     image = {"file_name": file_name, "image_id": 3}
     predictor = TiledPredictor(cfg("TILES.SKIP_CORRUPT", True), BrightSpots())
     assert predictor([image]) == [{"instances": []}]
-    with CocoResultsWriter.open(tmp_path / "results.json") as results:
-        results.write([{"image_id": 1}])
+    with results_file(tmp_path / "results.json") as write:
+        write([{"image_id": 1}])
         with pytest.raises(DataError, match=r"spots\.tif cannot be read"):
-            results.write(to_coco(d, 3) for d in predictor.detect(file_name))
-        results.write([{"image_id": 2}])
+            write(to_coco(d, 3) for d in predictor.detect(file_name))
+        write([{"image_id": 2}])
     written = json.loads((tmp_path / "results.json").read_text())
     assert [r["image_id"] for r in written] == [1, 2]
 
@@ -486,17 +487,17 @@ def test_results_appear_when_they_are_complete(tmp_path):
     path = tmp_path / "results.json"
     mask = coco_mask.encode(np.ones((4, 5), np.uint8, order="F"))
     found = Detection(np.array([1.0, 2, 4, 6]), 0.5, 3, mask)
-    with CocoResultsWriter.open(path) as results:
-        results.write(to_coco(found, image_id) for image_id in (1, 2))
+    with results_file(path) as write:
+        write(to_coco(found, image_id) for image_id in (1, 2))
         assert not path.exists()
     written = json.loads(path.read_text())
     assert [r["image_id"] for r in written] == [1, 2]
     assert written[0]["bbox"] == [1, 2, 3, 4]
     assert (coco_mask.decode(written[0]["segmentation"]) == 1).all()
-    with pytest.raises(KeyError), CocoResultsWriter.open(path) as results:
+    with pytest.raises(KeyError), results_file(path) as write:
         raise KeyError
     assert json.loads(path.read_text()) == written
-    with CocoResultsWriter.open(path):
+    with results_file(path):
         pass
     assert json.loads(path.read_text()) == []
 

@@ -11,7 +11,7 @@ from d2_transformers.average import update_average
 from d2_transformers.build import _size_of
 from d2_transformers.families import FAMILIES
 from detectron2.data import DatasetCatalog, build_detection_test_loader
-from detectron2.evaluation import inference_on_dataset
+from detectron2.evaluation import COCOEvaluator, inference_on_dataset
 from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from tiny import images, parameters, relative_difference, tiny_model
@@ -26,7 +26,6 @@ from tiny_transformers import (
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.errors import ConfigError
-from d2_memfit.evaluation import build_coco_evaluator
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, evaluate, run_for_real
@@ -172,7 +171,8 @@ def test_coco_s_evaluator_takes_what_it_finds(kind, has_masks, coins, tmp_path):
     model = tiny_model(cfg).eval()
     two_images = DatasetCatalog.get("coins_val")[:2]
     loader = build_detection_test_loader(two_images, mapper=build_mapper(cfg, is_train=False))
-    results = inference_on_dataset(model, loader, build_coco_evaluator("coins_val", str(tmp_path)))
+    evaluator = COCOEvaluator("coins_val", output_dir=str(tmp_path), use_fast_impl=False)
+    results = inference_on_dataset(model, loader, evaluator)
     assert results.keys() == ({"bbox", "segm"} if has_masks else {"bbox"})
 
 

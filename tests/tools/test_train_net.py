@@ -16,7 +16,7 @@ from tiny import ROOT, read_metrics, tiny_cfg, tiny_model
 
 from d2_memfit.cli import train
 from d2_memfit.config.load import load_cfg
-from d2_memfit.data import hold_out
+from d2_memfit.data.hold_out import hold_out
 from d2_memfit.memory import enforce_budget
 
 pytestmark = pytest.mark.slow

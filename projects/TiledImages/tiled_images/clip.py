@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
 from d2_memfit.errors import DataError
-from d2_memfit.inference import Rle, Tile, move
+from d2_memfit.predict.rle import Rle, move
+from d2_memfit.predict.tiles import Tile
 
 __all__ = ["box_of", "clip_annotation"]
 

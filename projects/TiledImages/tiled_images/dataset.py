@@ -12,7 +12,7 @@ from detectron2.utils import comm
 from numpy.typing import NDArray
 
 from d2_memfit.errors import DataError
-from d2_memfit.inference import Grid
+from d2_memfit.predict.tiles import Grid
 
 from .clip import box_of, clip_annotation
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from d2_memfit.inference import Detection, Grid, SeamMerger, found_in_tile, to_coco
 from d2_memfit.memory import return_large_blocks
+from d2_memfit.predict.tiles import Detection, Grid, SeamMerger, found_in_tile, to_coco
 
 from .reader import CorruptImageError, open_image, warn_left_out
 

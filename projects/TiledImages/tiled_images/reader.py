@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from d2_memfit.errors import DataError, one_line
-from d2_memfit.inference import Tile
+from d2_memfit.predict.tiles import Tile
 
 try:
     # MB of GDAL's cache for blocks of a file that tiles share; its default is 5% of all RAM.

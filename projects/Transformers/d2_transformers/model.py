@@ -46,8 +46,10 @@ class TransformersDetector(nn.Module):
     Attributes:
         ema: the average of the model's weights, or None. It is evaluated once it has been updated.
             Checkpoints contain it, and dry runs count it, because it is a part of this module.
+        num_classes_key: the config key of the number of classes, for d2_memfit.
     """
 
+    num_classes_key = "MODEL.ROI_HEADS.NUM_CLASSES"
     pixel_mean: Tensor
     pixel_std: Tensor
     model: Any

@@ -330,7 +330,7 @@ def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(m
 
 
 def test_techniques_that_only_run_alone_do_not_end_a_plan(monkeypatch):
-    from d2_memfit.techniques.activation_checkpointing import ActivationCheckpointing
+    from d2_memfit.techniques.checkpointing import ActivationCheckpointing
 
     apply = ActivationCheckpointing.apply
 

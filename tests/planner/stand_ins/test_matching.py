@@ -14,7 +14,6 @@ from d2_memfit.job import boxes_anywhere
 from d2_memfit.planner.dry_run import DryRun, is_fake
 from d2_memfit.planner.stand_ins import fast_matching
 from d2_memfit.planner.stand_ins.matching import _find_labels, _Overlaps
-from d2_memfit.techniques import ChunkedMatcher, PairwiseQuality
 
 optimize = pytest.importorskip("scipy.optimize")
 linear_sum_assignment = optimize.linear_sum_assignment  # as matchers import it

@@ -36,13 +36,12 @@ class InferenceEstimate:
 
     def __str__(self) -> str:
         height, width = self.image_size
-        lines = [
+        time = "" if self.seconds is None else f"about {self.seconds:.3f} s an image\n"
+        return (
             f"Needs {self.device_total_gb:.2f} GB of the device, including its context, for one "
-            f"image of {height} x {width} pixels after resizing",
-            f"{self.peak_allocated_gb:.2f} GB peak allocated",
-        ]
-        lines += [] if self.seconds is None else [f"about {self.seconds:.3f} s an image"]
-        return "\n".join([*lines, f"On {self.device}"])
+            f"image of {height} x {width} pixels after resizing\n"
+            f"{self.peak_allocated_gb:.2f} GB peak allocated\n{time}On {self.device}"
+        )
 
 
 def estimate_inference(job: Job, device_name: Optional[str] = None) -> InferenceEstimate:
@@ -67,10 +66,5 @@ def estimate_inference(job: Job, device_name: Optional[str] = None) -> Inference
         replace(timeline, events=kept), None, segments_expand(job.budget_gb is not None)
     )
     seconds = device.seconds(timeline.work["evaluation"]) if device.is_gpu else None
-    return InferenceEstimate(
-        device=device.description,
-        image_size=size_of(batch),
-        peak_allocated_gb=use.allocated_bytes / GB,
-        device_total_gb=use.total_bytes / GB,
-        seconds=seconds,
-    )
+    allocated_gb, total_gb = use.allocated_bytes / GB, use.total_bytes / GB
+    return InferenceEstimate(device.description, size_of(batch), allocated_gb, total_gb, seconds)

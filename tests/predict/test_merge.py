@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
-from d2_memfit.inference import Detection, Grid, SeamMerger
+from d2_memfit.predict.tiles import Detection, Grid, SeamMerger
 
 
 def boxes_of_tiles(grid, objects):

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 from detectron2.config import CfgNode
+from detectron2.modeling import META_ARCH_REGISTRY
 
 from d2_memfit import get_cfg
 from d2_memfit.config.load import load_cfg
-from d2_memfit.data import check_coco_file, fit_to_data
+from d2_memfit.data.coco_file import check_coco_file
+from d2_memfit.data.settings import fine_tuning_schedule, fit_to_data
 from d2_memfit.errors import ConfigError, DataError
 
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
@@ -61,11 +63,15 @@ def test_keys_of_a_project_get_it_too(file_of):
     assert "MODEL.ROI_HEADS.NUM_CLASSES" not in settings(cfg, [file_of()])
 
 
-def test_models_of_transformers_have_the_key_of_the_heads(file_of):
+def test_a_class_of_a_project_names_its_key(file_of, monkeypatch):
+    class Ours:
+        num_classes_key = "MODEL.RETINANET.NUM_CLASSES"
+
+    monkeypatch.setitem(META_ARCH_REGISTRY._obj_map, "Ours", Ours)
     cfg = get_cfg()
-    cfg.MODEL.META_ARCHITECTURE = "TransformersDetector"
+    cfg.MODEL.META_ARCHITECTURE = "Ours"
     notes = fit_to_data(cfg, [file_of(two_classes)], [], ())
-    assert {s.key: s.value for s in notes}["MODEL.ROI_HEADS.NUM_CLASSES"] == 2
+    assert {s.key: s.value for s in notes}["MODEL.RETINANET.NUM_CLASSES"] == 2
     assert not any("Set the key" in str(s) for s in notes)
 
 
@@ -159,16 +165,6 @@ def test_boxes_must_have_a_size(file_of):
         fit_to_data(cfg, [file_of(without_size)], [], ())
 
 
-def test_empty_polygons_are_no_masks(file_of):
-    def empty(coco, num=None):
-        for a in coco["annotations"][:num]:
-            a["segmentation"] = [[]]
-
-    with pytest.raises(DataError, match="objects have a mask without a polygon of three corners"):
-        fit_to_data(load_cfg(MASK), [file_of(empty)], [], ())
-    fit_to_data(load_cfg(MASK), [file_of(lambda coco: empty(coco, 2))], [], ())  # the trainer warns
-
-
 def test_labels_of_pixels_are_not_in_a_coco_file(file_of):
     cfg = load_cfg("COCO-PanopticSegmentation/panoptic_fpn_R_50_3x")
     with pytest.raises(ConfigError, match="a PanopticFPN learns from labels of every pixel"):
@@ -210,7 +206,7 @@ def test_categories_share_their_keypoints(file_of):
         for a in coco["annotations"]:
             a["keypoints"] = [1, 1, 2] * 2
 
-    assert file_of(lambda coco: two(coco, ["left", "right"])).keypoint_names == ("left", "right")
+    assert file_of(lambda coco: two(coco, ["left", "right"])).keypoint_names == ["left", "right"]
     with pytest.raises(DataError, match="categories have different keypoints"):
         file_of(lambda coco: two(coco, ["nose", "tail"]))
 
@@ -246,7 +242,7 @@ def test_as_many_iterations_as_for_coco_get_a_word(file_of):
 def test_a_data_set_as_large_as_the_recipes_keeps_the_recipe(file_of):
     cfg = load_cfg(MASK, ["SOLVER.MAX_ITER", 200])
     (note,) = (s for s in fit_to_data(cfg, [file_of()], [], ()) if not s.key)
-    assert str(note).startswith("SOLVER.MAX_ITER 200 is from the config: 200.0 epochs of 16 images")
+    assert str(note).startswith("SOLVER.MAX_ITER 200 is from the config: 200 epochs of 16 images")
 
 
 def test_a_dataset_to_evaluate_on_without_objects_is_told_before_training(file_of, coins):
@@ -254,3 +250,17 @@ def test_a_dataset_to_evaluate_on_without_objects_is_told_before_training(file_o
     empty = replace(file, summary=replace(file.summary, num_objects=0))
     notes = [str(s) for s in fit_to_data(load_cfg(MASK), [file], [empty], ())]
     assert f"{file.json_file} has no objects, so evaluation on val gives no AP" in notes
+
+
+@pytest.mark.parametrize(
+    ("config", "num_images"),
+    [
+        ("Cityscapes/mask_rcnn_R_50_FPN.yaml", 2975),
+        ("PascalVOC-Detection/faster_rcnn_R_50_FPN.yaml", 16_551),
+        ("COCO-Detection/faster_rcnn_R_50_FPN_1x.yaml", 117_266),
+    ],
+)
+def test_detectron2s_own_recipes_follow_the_rule_of_the_schedule(config, num_images):
+    solver = load_cfg(config).SOLVER
+    schedule = fine_tuning_schedule(num_images, solver.IMS_PER_BATCH, solver)
+    assert schedule["SOLVER.MAX_ITER"] == pytest.approx(solver.MAX_ITER, rel=0.02)

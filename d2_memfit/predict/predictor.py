@@ -1,14 +1,15 @@
 # Copyright (c) the d2_memfit developers.
 """A trained model that finds the objects in an image."""
 
+import os
 from pathlib import Path
 from typing import Any, Optional, Union
 
 import numpy as np
 import torch
 from detectron2.config import CfgNode, instantiate
+from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
-from detectron2.data.detection_utils import build_augmentation
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from numpy.typing import NDArray
@@ -18,9 +19,7 @@ from torch import nn
 from ..engine.checkpoint import MemfitCheckpointer
 from ..errors import CheckpointError, ConfigError, DataError
 from ..job import Job
-from .grid import Grid
-from .merge import Detection, SeamMerger, found_in_tile
-from .results import to_coco
+from .tiles import Detection, Grid, SeamMerger, found_in_tile, to_coco
 
 __all__ = ["Predictor", "WholeModelCheckpointer", "load_whole_model", "weights_of"]
 
@@ -37,9 +36,8 @@ def weights_of(config_file: str, configured: str, given: Optional[str]) -> str:
     folder = Path(config_file).parent
     last = folder / "last_checkpoint"  # also written by a run that continued after its end
     names = last.read_text(errors="replace").splitlines() if last.is_file() else []
-    files = [folder / name for name in (*names, "model_final.pth")]
-    existing = [str(file) for file in files if file.is_file()]
-    weights = given or next(iter(existing), configured)
+    files = [str(folder / name) for name in (*names, "model_final.pth")]
+    weights = given or next(filter(os.path.isfile, files), configured)
     if not weights:
         raise ConfigError(
             "--weights: name the file of a trained model. The config names none, and its folder "
@@ -77,11 +75,10 @@ class Predictor:
         load_whole_model(self.model, weights)
         if isinstance(config, DictConfig):
             mapper = instantiate(config.dataloader.test.mapper)
-            self.image_format = mapper.image_format
-            self._augmentations = mapper.augmentations
         else:
-            self.image_format = config.INPUT.FORMAT
-            self._augmentations = T.AugmentationList(build_augmentation(config, is_train=False))
+            mapper = DatasetMapper(config, is_train=False)
+        self.image_format = mapper.image_format
+        self._augmentations = mapper.augmentations
         self.tile_size = tile_size
 
     def __call__(self, image: NDArray[np.uint8], image_id: int) -> list[dict[str, Any]]:
@@ -89,6 +86,9 @@ class Predictor:
 
         Args:
             image: pixels [height, width, 3] in ``image_format``.
+
+        Raises:
+            DataError: the image is too thin to be resized, or too large for masks.
         """
         if self.tile_size is None:
             found: list[dict[str, Any]] = instances_to_coco_json(self._instances(image), image_id)
@@ -97,33 +97,24 @@ class Predictor:
         grid = Grid(height, width, self.tile_size, round(self.tile_size * _OVERLAP))
         merger = SeamMerger(grid, _MERGE_IOU)
         merged: list[Detection] = []
-        for number in range(len(grid)):
-            tile = grid[number]
+        for tile in grid:
             instances = self._instances(image[tile.y0 : tile.y1, tile.x0 : tile.x1])
             if instances.has("pred_keypoints"):
                 raise ConfigError("--tile-size: keypoints of overlapping tiles cannot be merged")
             merged += merger.add(tile, found_in_tile(instances, tile))
-        merged += merger.finish()
-        return [to_coco(detection, image_id) for detection in merged]
+        return [to_coco(detection, image_id) for detection in (*merged, *merger.finish())]
 
-    def inputs(self, image: NDArray[np.uint8]) -> dict[str, Any]:
-        """The model's input for an image; results have the image's own size.
-
-        Raises:
-            DataError: the image is too thin to be resized.
-        """
+    @torch.no_grad()
+    def _instances(self, image: NDArray[np.uint8]) -> Instances:
+        """What the model finds, in pixels of the image."""
         height, width = image.shape[:2]
         resized = T.AugInput(image)
         try:
             self._augmentations(resized)
         except ValueError as e:  # Pillow's, if no pixel would be left
             raise DataError(f"{width} x {height} pixels cannot be resized ({e})") from e
-        pixels = np.ascontiguousarray(resized.image.transpose(2, 0, 1))
-        return {"image": torch.as_tensor(pixels), "height": height, "width": width}
-
-    @torch.no_grad()
-    def _instances(self, image: NDArray[np.uint8]) -> Instances:
-        output = self.model([self.inputs(image)])[0]
+        pixels = torch.as_tensor(np.ascontiguousarray(resized.image.transpose(2, 0, 1)))
+        output = self.model([{"image": pixels, "height": height, "width": width}])[0]
         if "instances" not in output:
             raise ConfigError(
                 f"a {type(self.model).__name__} finds no objects: its output has no instances"
@@ -151,16 +142,14 @@ class WholeModelCheckpointer(MemfitCheckpointer):
         return super().load(path, *args, **kwargs)
 
     def _log_incompatible_keys(self, incompatible: Any) -> None:
-        for name, there, here in incompatible.incorrect_shapes:
-            raise CheckpointError(
-                f"{self._path} does not fit the config: {name} has the shape {tuple(there)} there "
-                f"and {tuple(here)} in the model. Use the config of its training, with its classes"
-            )
+        shapes = [
+            f"{name} has the shape {a}, not {b}" for name, a, b in incompatible.incorrect_shapes
+        ]
         parameters = dict(self.model.named_parameters())
-        missing = [name for name in incompatible.missing_keys if name in parameters]
-        if missing:
+        missing = [f"{n} is missing" for n in incompatible.missing_keys if n in parameters]
+        if wrong := [*shapes, *missing]:
             raise CheckpointError(
-                f"{self._path} has no values for {len(missing)} of the model's "
-                f"{len(parameters)} parameters, such as {missing[0]}. Use the weights of a model "
-                "that was trained with this config"
+                f"{self._path} does not fit the config: {wrong[0]}, one of {len(wrong)} such of "
+                f"{len(parameters)} parameters. Use the weights of a model that was trained with "
+                "this config, with its classes"
             )

@@ -20,6 +20,7 @@ from trained import save_trained
 
 from d2_memfit.cli.commands import main
 from d2_memfit.config.load import load_cfg
+from d2_memfit.predict.predictor import weights_of
 
 pytestmark = pytest.mark.slow
 
@@ -89,25 +90,15 @@ def test_results_are_those_of_the_default_predictor(config, photographs, coins, 
         assert np.abs(np.asarray(drawn, float) - np.asarray(plain, float)).mean() > 5
 
 
-def test_an_interrupted_run_has_its_last_checkpoint(config, photographs, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(config.parent, run)
-    (run / "model_final.pth").rename(run / "model_0000004.pth")
-    (run / "last_checkpoint").write_text("model_0000004.pth")
-    predict(run / config.name, photographs / "000.png", tmp_path / "found")
-    assert str(run / "model_0000004.pth") in capsys.readouterr().err
-
-
-def test_a_run_that_went_on_after_its_end_has_its_last_checkpoint(
-    config, photographs, coins, tmp_path, capsys
-):
-    run = tmp_path / "run"
-    shutil.copytree(config.parent, run)
-    shutil.copy(run / "model_final.pth", run / "model_0000014.pth")
-    (run / "last_checkpoint").write_text("model_0000014.pth")
-    says = f"weights: {run / 'model_0000014.pth'}\n"
-    predict(run / config.name, photographs / "000.png", tmp_path / "found")
-    assert says in capsys.readouterr().err
+def test_the_weights_are_the_last_ones_beside_the_config(tmp_path):
+    config, last = str(tmp_path / "config.yaml"), tmp_path / "model_0000014.pth"
+    assert weights_of(config, "", "given.pth") == "given.pth"
+    assert weights_of(config, "configured.pth", None) == "configured.pth"
+    (tmp_path / "model_final.pth").touch()
+    assert weights_of(config, "configured.pth", None) == str(tmp_path / "model_final.pth")
+    last.touch()  # of a run that was interrupted, or went on after its end
+    (tmp_path / "last_checkpoint").write_text(last.name)
+    assert weights_of(config, "configured.pth", None) == str(last)
 
 
 def test_without_input_the_images_of_the_dataset_are_predicted_on(
@@ -161,15 +152,6 @@ def test_files_that_cannot_be_read_are_a_line_each_and_the_others_are_done(
     assert pictures_in(tmp_path / "found") == ["000.png", "001.png"]
 
 
-def test_images_that_are_read_as_white_are_told(config, photographs, tmp_path, capsys):
-    deep = np.asarray(Image.open(photographs / "000.png").convert("L")).astype(np.uint16) * 257
-    Image.fromarray(deep).save(photographs / "deep.png")
-    predict(config, photographs, tmp_path / "found")
-    (line,) = [x for x in capsys.readouterr().err.splitlines() if "more than 8 bits" in x]
-    assert line.startswith("1 of 3 opened images")
-    assert "deep.png, mode I" in line
-
-
 def test_a_short_video_that_was_cut_is_told(config, photographs, tmp_path, capsys):
     image = cv2.imread(str(photographs / "000.png"))[:100, :150]
     make_video(tmp_path / "whole.avi", image, 4, "MJPG")
@@ -204,15 +186,6 @@ def test_one_tile_finds_what_the_whole_image_has_and_many_find_more(config, phot
     assert len(many) > len(whole)
     height, width = Image.open(source).size[::-1]
     assert all(r["segmentation"]["size"] == [height, width] for r in many)
-
-
-def test_weights_of_another_program_are_those_of_the_model(config, photographs, tmp_path, capsys):
-    weights = torch.load(config.parent / "model_final.pth")["model"]
-    torch.save({"state_dict": weights, "epoch": 3}, tmp_path / "other.ckpt")
-    predict(config, photographs, tmp_path / "found")
-    capsys.readouterr()
-    predict(config, photographs, tmp_path / "again", "--weights", tmp_path / "other.ckpt")
-    assert results_of(tmp_path / "again") == results_of(tmp_path / "found")
 
 
 def test_an_image_above_pillows_limit_is_read_for_tiles(config, photographs, tmp_path, capsys):
@@ -290,6 +263,9 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
         (["--input", "no/folder"], "--input no/folder cannot be read (No such file or directory)"),
         (["--input", "empty"], "--input empty has no images or videos"),
         (["--tile-size", "0"], "--tile-size must be an integer of at least 16"),
+        (["--min-score", "nan"], "--min-score must be a number from 0 to 1, got nan"),
+        (["--min-score", "50"], "--min-score must be a number from 0 to 1, got 50.0"),
+        (["--budget", "nan"], "MEMFIT.BUDGET_GB must be"),
         (["--weights", "no.pth"], "the checkpoint no.pth cannot be read (No such file"),
         (
             ["--weights", "http://127.0.0.1:9/w.pkl"],
@@ -299,7 +275,7 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
         (["--config-file", "untrained.yaml"], "--weights: name the file of a trained model"),
         (["--budget", "5", "--card", "6GB"], "both set the budget: give only one"),
         (["MODEL.ROI_HEADS.NUM_CLASSES", "7"], "does not fit the config: roi_heads.box_predictor."),
-        (["MODEL.KEYPOINT_ON", "True"], "model_final.pth has no values for "),
+        (["MODEL.KEYPOINT_ON", "True"], "model_final.pth does not fit the config: roi_heads.keyp"),
     ],
 )
 def test_what_is_wrong_is_one_line(

@@ -1,0 +1,84 @@
+# Copyright (c) the d2_memfit developers.
+"""Datasets registered by their COCO files."""
+
+from functools import partial
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import load_coco_json
+from detectron2.utils.file_io import PathManager
+
+from ..common.checks import did_you_mean
+from ..common.files import is_file
+from ..common.reading import load_json
+from ..errors import ConfigError, DataError
+from .coco_file import keypoint_names
+
+__all__ = ["check_datasets", "register_coco"]
+
+# The metadata of Detectron2's datasets that are paths.
+_ANNOTATIONS = {"json_file", "panoptic_json"}
+_FILES = ("json_file", "panoptic_json", "image_root", "panoptic_root", "sem_seg_root")
+
+
+def register_coco(name: str, json_file: str, image_dir: str) -> None:
+    """Register a dataset in COCO's instance format under a name that the user chooses.
+
+    Raises:
+        ConfigError: the name belongs to another dataset.
+    """
+    if name not in DatasetCatalog:
+        DatasetCatalog.register(name, partial(_load, name, json_file, image_dir))
+        MetadataCatalog.get(name).set(
+            json_file=json_file, image_root=image_dir, evaluator_type="coco"
+        )
+    elif MetadataCatalog.get(name).get("json_file") != json_file:
+        raise ConfigError(f"--coco {name}: there is another dataset of this name, choose a new one")
+
+
+def _load(name: str, json_file: str, image_dir: str) -> list[dict[str, Any]]:
+    """Load dataset dicts, and the keypoint names that Detectron2 needs to flip images."""
+    dicts: list[dict[str, Any]] = load_coco_json(json_file, image_dir, name)
+    if any("keypoints" in a for d in dicts for a in d["annotations"]):
+        names = keypoint_names(load_json(json_file))
+        swaps = {"left": "right", "Left": "Right", "LEFT": "RIGHT"}
+        pairs = [(n, n.replace(s, swaps[s])) for n in names for s in swaps if s in n]
+        pairs = [pair for pair in pairs if pair[1] in names]
+        MetadataCatalog.get(name).set(keypoint_names=names, keypoint_flip_map=pairs)
+    return dicts
+
+
+def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
+    """Check that the config's datasets are registered and their annotation files exist.
+
+    Raises:
+        ConfigError: a name is not registered, or there is no training dataset.
+        DataError: an annotation file does not exist, or is a pipe. The message names all of them.
+    """
+    if not eval_only and not cfg.DATASETS.TRAIN:
+        raise ConfigError("DATASETS.TRAIN is empty: name a dataset to train on")
+    keys = ["TEST"] if eval_only else ["TEST", "TRAIN"]
+    named = [(f"DATASETS.{key}", name) for key in keys for name in cfg.DATASETS[key]]
+    unknown = [
+        f"{key} names {name!r}, but there is no such dataset"
+        f"{did_you_mean(name, DatasetCatalog.list())}"
+        for key, name in named
+        if name not in DatasetCatalog
+    ]
+    if unknown:
+        advice = "Register each, for example with --coco NAME JSON IMAGE_DIR"
+        raise ConfigError(f"{'. '.join(unknown)}. {advice}")
+    lists = []
+    for key, name in named:
+        metadata = MetadataCatalog.get(name)
+        paths = {part: metadata.get(part) for part in _FILES if metadata.get(part)}
+        gone = {p: f for p, f in paths.items() if not (is_file(f) or PathManager.isdir(f))}
+        if gone.keys() & _ANNOTATIONS:  # images alone may be elsewhere, by absolute paths
+            lists.append(f"{key} {name}: {', '.join(gone.values())}")
+    if lists:
+        raise DataError(
+            f"files of the datasets do not exist, or are pipes. {'. '.join(lists)}. Built-in "
+            "datasets are looked for in the folder that DETECTRON2_DATASETS names, ./datasets by "
+            "default"
+        )
