@@ -8,8 +8,8 @@ from typing import Any, Optional, Union
 import numpy as np
 import torch
 from detectron2.config import CfgNode, instantiate
-from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
+from detectron2.data.detection_utils import build_augmentation
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.structures import Instances
 from numpy.typing import NDArray
@@ -75,10 +75,11 @@ class Predictor:
         load_whole_model(self.model, weights)
         if isinstance(config, DictConfig):
             mapper = instantiate(config.dataloader.test.mapper)
-        else:
-            mapper = DatasetMapper(config, is_train=False)
-        self.image_format = mapper.image_format
-        self._augmentations = mapper.augmentations
+            self.image_format = mapper.image_format
+            self._augmentations = mapper.augmentations
+        else:  # Detectron2's mapper would need the training dataset
+            self.image_format = config.INPUT.FORMAT
+            self._augmentations = T.AugmentationList(build_augmentation(config, is_train=False))
         self.tile_size = tile_size
 
     def __call__(self, image: NDArray[np.uint8], image_id: int) -> list[dict[str, Any]]:
