@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..common.side_work import no_information
 from ..config.lazy import cfg_of_lazy
-from ..config.load import cfg_of_memfit, with_settings
+from ..config.load import get_cfg, merge_memfit, with_settings
 from ..config.precision import Precision
 from ..config.settings import NormalizerOptions, RecoveryOptions, Settings
 from ..errors import ConfigError
@@ -139,7 +139,7 @@ class Job:
         loss_fn: Optional[LossFn] = None,
     ) -> None:
         ranks = comm.get_world_size() if ranks is None else ranks
-        cfg = cfg_of_memfit(memfit or {})
+        cfg = get_cfg()
         is_number = isinstance(images_per_batch, int) and images_per_batch > 0
         cfg.SOLVER.IMS_PER_BATCH = images_per_batch * (ranks if is_number else 1)
         cfg.SOLVER.ACCUMULATION_STEPS = accumulation_steps
@@ -147,6 +147,7 @@ class Job:
         cfg.SOLVER.AMP.ENABLED = amp_dtype is not None
         cfg.MEMFIT.AMP_DTYPE = amp_dtype or cfg.MEMFIT.AMP_DTYPE
         cfg.MEMFIT.MICRO_BATCH = micro_batch_size
+        merge_memfit(cfg, memfit or {})
         cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
         cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
         parts = GivenParts(model, optimizer, train_loader, test_loader, loss_fn)
