@@ -1,17 +1,29 @@
 # Copyright (c) the d2_memfit developers.
 """A check of a job's estimate against a computed training step on real images."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.data import DatasetCatalog
 from detectron2.utils.events import EventStorage
 
 from ..common.files import is_file
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..common.units import GB, MB
-from ..job import Job, losses_of, size_of, tensors_of, worst_real_images
+from ..errors import ConfigError
+from ..job import (
+    Job,
+    empty_files,
+    losses_of,
+    need_of,
+    num_instances_of,
+    readable_loader,
+    size_of,
+    tensors_of,
+)
 from ..memory import TensorMeter, available_host_bytes
 from ..planner.device import DeviceModel
 from ..planner.dry_run import one_line_errors
@@ -72,7 +84,7 @@ def estimate_against_real_step(job: Job) -> RealStep:
     at_once = {"MEMFIT.MICRO_BATCH": None, "SOLVER.ACCUMULATION_STEPS": 1, "MODEL.DEVICE": "cpu"}
     job = job.with_settings(at_once)
     with one_line_errors():
-        images = worst_real_images(job.parts, job.geometry.largest_micro_batch)
+        images = _worst_real_images(job, job.geometry.largest_micro_batch)
         dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
         estimated_bytes = sum(dry_job.training.peak().values())
         if estimated_bytes > available_host_bytes():
@@ -112,3 +124,19 @@ def _measure(job: Job, batch: list[object]) -> int:
             del loss
             precision.step(optimizer)
         return meter.peak_bytes + sum(t.nbytes for t in tensors_of(batch))
+
+
+def _worst_real_images(job: Job, num_images: int) -> list[Any]:
+    """Read and map the most crowded images and the largest ones; return the largest results."""
+    loader = readable_loader(job.parts)
+    with empty_files():
+        dicts = [d for name in loader.names for d in DatasetCatalog.get(name)]
+        crowded = sorted(dicts, key=num_instances_of)[-num_images:]
+        large = sorted(dicts, key=lambda d: d.get("height", 0) * d.get("width", 0))[-num_images:]
+        candidates = list({id(d): d for d in (*crowded, *large)}.values())
+        tried = [loader.mappers[0]({**loader.first, **copy.deepcopy(d)}) for d in candidates]
+    images = [image for image in tried if image is not None]
+    if len(images) < num_images:
+        names = ", ".join(loader.names)
+        raise ConfigError(f"{names} has {len(images)} images, and {num_images} are needed")
+    return sorted(images, key=need_of)[-num_images:]

@@ -2,7 +2,6 @@
 """Loaders that check their dataset first, and name the image that cannot be loaded."""
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Callable, Optional
@@ -12,9 +11,6 @@ from detectron2.data import MetadataCatalog, build, common
 from detectron2.utils import comm
 
 from ..common.patching import modules_with, replaced_functions
-from ..common.reading import checked
-from ..common.units import MB
-from ..compat import local_world_size
 from ..data import (
     AnnotationSummary,
     check_boxes,
@@ -22,20 +18,15 @@ from ..data import (
     check_masks,
     look_at_annotations,
     look_at_dataset,
-    shorter_sides,
     warnings_about_data,
 )
 from ..errors import DataError
-from ..iteration import BatchGeometry
 from ..memory import is_loader_out_of_memory
 from ..techniques import SharedDataset, SharedList
 
-__all__ = ["checked_loader", "checked_test_loaders", "shm_bytes"]
+__all__ = ["checked_loader", "checked_test_loaders"]
 
 logger = logging.getLogger(__name__)
-
-_SHM = "/dev/shm"
-_PREFETCH = 2  # PyTorch's DataLoader: batches ready per worker
 
 
 def checked_loader(
@@ -122,8 +113,6 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
     class_names = metadata[0].get("thing_classes") if metadata else None
     for warning in warnings_about_data(cfg if says_all else None, summary, class_names):
         logger.warning(warning)
-    if says_all:
-        _warn_of_small_shm(cfg, summary, comm.get_world_size())
 
 
 def _check_annotations(summary: AnnotationSummary, cfg: CfgNode, says_all: bool) -> None:
@@ -144,60 +133,6 @@ def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
         check_masks(cfg, look_at_annotations(dicts))
 
 
-def _warn_of_small_shm(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int) -> None:
-    """Warn before training if /dev/shm may become full; a worker would end with a bus error.
-
-    Args:
-        summary: summary of the dataset's annotations.
-        num_ranks: ranks of the whole job.
-    """
-    workers = cfg.DATALOADER.NUM_WORKERS
-    if workers <= 0 or not os.path.isdir(_SHM):
-        return
-    status = os.statvfs(_SHM)
-    free = status.f_bavail * status.f_frsize
-    here = local_world_size()
-    needs = [shm_bytes(cfg, summary, num_ranks, n) * here for n in range(workers + 1)]
-    if needs[workers] <= free:
-        return
-    fitting = max((n for n in range(1, workers) if needs[n] <= free), default=0)
-    logger.warning(
-        "%s has %.0f MB free, and the loader's workers may hold %.0f MB of images in it "
-        "(DATALOADER.NUM_WORKERS %d, on %d ranks here). Where it is full, a worker ends with a bus "
-        "error. In a container give it more (docker run --shm-size=%dm, or --ipc=host; in "
-        "Kubernetes an emptyDir of medium Memory at /dev/shm), or set DATALOADER.NUM_WORKERS %d",
-        _SHM,
-        free / MB,
-        needs[workers] / MB,
-        workers,
-        here,
-        2 * needs[workers] / MB,
-        fitting,
-    )
-
-
-def shm_bytes(cfg: CfgNode, summary: AnnotationSummary, num_ranks: int, workers: int) -> float:
-    """Largest number of bytes that one rank's images take in shared memory.
-
-    Images count at the largest size: those that workers have ready, and those that the trainer
-    still holds. Bit masks count with their mean number per image, plus those of the most crowded
-    image once. Polygons are not in shared memory. Without workers the result is 0.
-    """
-    if workers == 0:
-        return 0
-    geometry = BatchGeometry.from_cfg(cfg, num_ranks)
-    grouped = cfg.DATALOADER.ASPECT_RATIO_GROUPING
-    ahead = workers * _PREFETCH
-    ahead *= 1 if grouped else geometry.images_per_batch
-    # Two groups by aspect ratio fill up while the window is trained on.
-    images = ahead + geometry.window + (2 * geometry.images_per_batch if grouped else 0)
-    pixels = max(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)) * cfg.INPUT.MAX_SIZE_TRAIN
-    masks = 0.0
-    if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask" and summary.num_images:
-        masks = images * summary.num_objects / summary.num_images + summary.most_objects
-    return pixels * (3 * images + masks)
-
-
 class _NamesImage:
     """A mapper whose errors name the image."""
 
@@ -208,9 +143,6 @@ class _NamesImage:
         fields = item if isinstance(item, Mapping) else {}
         name: Optional[str] = fields.get("file_name")
         try:
-            for key in {"file_name", "sem_seg_file_name", "pan_seg_file_name"} & fields.keys():
-                if os.path.exists(fields[key]):  # or only the mapper knows where it is
-                    checked(fields[key])
             return self._function(item)
         except Exception as e:
             if name is None or isinstance(e, DataError) or is_loader_out_of_memory(e):
