@@ -16,6 +16,7 @@ from ..common.units import GB, MB
 from ..errors import ConfigError
 from ..job import (
     Job,
+    Parts,
     empty_files,
     losses_of,
     need_of,
@@ -31,7 +32,7 @@ from ..planner.estimates import DryJob, steps
 from ..planner.stand_ins import compiled_operators, cuda_as_cpu
 from .patient import Untested
 
-__all__ = ["RealStep", "estimate_against_real_step"]
+__all__ = ["RealStep", "estimate_against_real_step", "worst_real_images"]
 
 _ITERATIONS = 2  # the optimizer's states exist from the second on
 
@@ -84,7 +85,7 @@ def estimate_against_real_step(job: Job) -> RealStep:
     at_once = {"MEMFIT.MICRO_BATCH": None, "SOLVER.ACCUMULATION_STEPS": 1, "MODEL.DEVICE": "cpu"}
     job = job.with_settings(at_once)
     with one_line_errors():
-        images = _worst_real_images(job, job.geometry.largest_micro_batch)
+        images = worst_real_images(job.parts, job.geometry.largest_micro_batch)
         dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
         estimated_bytes = sum(dry_job.training.peak().values())
         if estimated_bytes > available_host_bytes():
@@ -126,9 +127,9 @@ def _measure(job: Job, batch: list[object]) -> int:
         return meter.peak_bytes + sum(t.nbytes for t in tensors_of(batch))
 
 
-def _worst_real_images(job: Job, num_images: int) -> list[Any]:
+def worst_real_images(parts: Parts, num_images: int) -> list[Any]:
     """Read and map the most crowded images and the largest ones; return the largest results."""
-    loader = readable_loader(job.parts)
+    loader = readable_loader(parts)
     with empty_files():
         dicts = [d for name in loader.names for d in DatasetCatalog.get(name)]
         crowded = sorted(dicts, key=num_instances_of)[-num_images:]

@@ -14,7 +14,13 @@ __all__ = ["Size", "boxes_anywhere", "dict_of", "invented_dict", "num_instances_
 
 Size = tuple[int, int]  # height and width in pixels
 
-_COCO_KEYPOINTS = 17
+_INVENTED: dict[str, Any] = {
+    "bbox": [0] * 4,
+    "category_id": 0,
+    "iscrowd": 0,
+    "segmentation": [],
+    "keypoints": [0] * 51,  # COCO's 17
+}
 
 
 def num_instances_of(d: dict[str, Any]) -> int:
@@ -28,47 +34,37 @@ def num_instances_of(d: dict[str, Any]) -> int:
 
 
 def dict_of(d: dict[str, Any], size: Size, num: Optional[int] = None) -> dict[str, Any]:
-    """Copy a dataset dict as if its image had another size. Crowds are left out.
+    """Copy a dataset dict as if its image had another size, with boxes and masks anywhere in it.
 
     Args:
         num: number of objects or segments, if it is another. The dict's own objects are repeated.
     """
-    scale = size[0] / d["height"], size[1] / d["width"]
-    made = {**copy.deepcopy(d), "height": size[0], "width": size[1]}
-    made.setdefault("file_name", "")
+    made = {"file_name": "", **copy.deepcopy(d), "height": size[0], "width": size[1]}
     if "annotations" in d:
         own = [a for a in d["annotations"] if not a.get("iscrowd", 0)]
-        num_made = len(own) if num is None else num
-        if own and all("bbox" in a for a in own):
-            repeated = [own[i % len(own)] for i in range(num_made)]
-            made["annotations"] = [_scaled(a, scale, size) for a in repeated]
-        else:
-            made["annotations"] = _annotations(num_made, size)
+        boxes = boxes_anywhere(len(own) if num is None else num, size).tolist()
+        own = own or [_INVENTED]
+        made["annotations"] = [_moved(own[i % len(own)], box, size) for i, box in enumerate(boxes)]
     if "segments_info" in d and num is not None:
         made["segments_info"] = _segments(num)
     return made
 
 
-def _scaled(annotation: dict[str, Any], scale: tuple[float, float], size: Size) -> dict[str, Any]:
-    scaled = copy.deepcopy(annotation)
-    if scale == (1, 1):
-        return scaled
-    y, x = scale
-    angle = (1,) * (len(annotation["bbox"]) - 4)  # rotated boxes have one
-    scaled["bbox"] = (np.asarray(annotation["bbox"]) * (x, y, x, y, *angle)).tolist()
-    segmentation = annotation.get("segmentation")
-    if isinstance(segmentation, list):
-        polygons = [(np.reshape(p, (-1, 2)) * (x, y)).reshape(-1).tolist() for p in segmentation]
-        scaled["segmentation"] = polygons
-    elif isinstance(segmentation, dict):  # the shape of a mask does not matter
-        mode = annotation.get("bbox_mode", BoxMode.XYWH_ABS)
-        x0, y0, x1, y1 = BoxMode.convert(scaled["bbox"], mode, BoxMode.XYXY_ABS)
-        codes = coco_mask.frPyObjects([[x0, y0, x1, y0, x1, y1, x0, y1]], *size)
-        scaled["segmentation"] = coco_mask.merge(codes)
-    if "keypoints" in annotation:
-        points = np.reshape(annotation["keypoints"], (-1, 3)) * (x, y, 1)
-        scaled["keypoints"] = points.reshape(-1).tolist()
-    return scaled
+def _moved(annotation: dict[str, Any], box: list[float], size: Size) -> dict[str, Any]:
+    """An annotation with another box [x0, y0, x1, y1]."""
+    x0, y0, x1, y1 = box
+    moved = copy.deepcopy(annotation if "bbox" in annotation else _INVENTED)
+    polygons = [[x0, y0, x1, y0, x1, y1, x0, y1]]
+    if isinstance(moved.get("segmentation"), dict):  # a run-length code
+        moved["segmentation"] = coco_mask.merge(coco_mask.frPyObjects(polygons, *size))
+    elif "segmentation" in moved:
+        moved["segmentation"] = polygons
+    if "keypoints" in moved:
+        moved["keypoints"] = [(x0 + x1) / 2, (y0 + y1) / 2, 2] * (len(moved["keypoints"]) // 3)
+    if len(moved["bbox"]) == 5:  # it has an angle
+        box = [(x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0, 0.0]
+    mode = BoxMode.XYWHA_ABS if len(box) == 5 else BoxMode.XYXY_ABS
+    return {**moved, "bbox": box, "bbox_mode": mode}
 
 
 def invented_dict(
@@ -83,30 +79,17 @@ def invented_dict(
     """
     metadata = MetadataCatalog.get(name) if name in MetadataCatalog.list() else None
     kind = metadata.get("evaluator_type", "") if metadata is not None else ""
-    num_keypoints = len(metadata.get("keypoint_names", ())) if metadata is not None else 0
-    d: dict[str, Any] = {"file_name": "", "image_id": 0, "height": size[0], "width": size[1]}
+    names = metadata.get("keypoint_names", ()) if metadata is not None else ()
+    d: dict[str, Any] = {"file_name": "", "image_id": 0}
     if "sem_seg" in kind or "panoptic" in kind or with_labels:
         d["sem_seg_file_name"] = ""
     # Detectron2's datasets of this name have annotations, and label images of stuff.
     if "panoptic" in kind and not name.endswith("_separated"):
-        d.update(pan_seg_file_name="", segments_info=_segments(num_instances))
+        d.update(pan_seg_file_name="", segments_info=[])
     elif "sem_seg" not in kind:
-        d["annotations"] = _annotations(num_instances, size, num_keypoints or _COCO_KEYPOINTS)
-    return d
-
-
-def _annotations(num: int, size: Size, num_keypoints: int = _COCO_KEYPOINTS) -> list[Any]:
-    return [
-        {
-            "bbox": [x0, y0, x1, y1],
-            "bbox_mode": BoxMode.XYXY_ABS,
-            "category_id": 0,
-            "iscrowd": 0,
-            "segmentation": [[x0, y0, x1, y0, x1, y1, x0, y1]],
-            "keypoints": [(x0 + x1) / 2, (y0 + y1) / 2, 2] * num_keypoints,
-        }
-        for x0, y0, x1, y1 in boxes_anywhere(num, size).tolist()
-    ]
+        annotation = {**_INVENTED, "keypoints": [0] * 3 * len(names)} if names else _INVENTED
+        d["annotations"] = [annotation]
+    return dict_of(d, size, num_instances)
 
 
 def _segments(num: int) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from detectron2.utils import comm
 
 from ..common.patching import modules_with, replaced_functions
 from ..data import (
-    AnnotationSummary,
     check_boxes,
     check_crowd,
     check_masks,
@@ -77,7 +76,8 @@ def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
 
     def checking(original: Callable[..., Any]) -> Callable[..., Any]:
         def dataset_from_list(items: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(items, list) and items and _is_dataset_dict(items[0]):
+            first = items[0] if isinstance(items, list) and items else None
+            if isinstance(first, Mapping) and "annotations" in first:
                 check(items)
             return SharedList(items) if is_shared else original(items, *args, **kwargs)
 
@@ -97,29 +97,19 @@ def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
         yield
 
 
-def _is_dataset_dict(item: Any) -> bool:
-    return isinstance(item, Mapping) and "annotations" in item
-
-
 def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: bool) -> None:
     """Raise an error on each rank; look at images, and warn, on rank 0."""
-    if not comm.is_main_process():
-        _check_annotations(look_at_annotations(dicts), cfg, says_all)
-        return
-    names = list(cfg.DATASETS.TRAIN) if says_all else []
-    metadata = [MetadataCatalog.get(name) for name in names]
-    summary = look_at_dataset(dicts, logger.info)
-    _check_annotations(summary, cfg, says_all)
-    class_names = metadata[0].get("thing_classes") if metadata else None
-    for warning in warnings_about_data(cfg if says_all else None, summary, class_names):
-        logger.warning(warning)
-
-
-def _check_annotations(summary: AnnotationSummary, cfg: CfgNode, says_all: bool) -> None:
+    is_main = comm.is_main_process()
+    summary = look_at_dataset(dicts, logger.info) if is_main else look_at_annotations(dicts)
     if says_all:
         check_masks(cfg, summary)
     check_boxes(summary)
     check_crowd(summary)
+    if is_main:
+        names = list(cfg.DATASETS.TRAIN) if says_all else []
+        classes = MetadataCatalog.get(names[0]).get("thing_classes") if names else None
+        for warning in warnings_about_data(cfg if says_all else None, summary, classes):
+            logger.warning(warning)
 
 
 def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
