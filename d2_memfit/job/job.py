@@ -194,7 +194,7 @@ class Job:
     def _describe(self, parts: Parts, settings: Settings, **given: Any) -> None:
         self.settings = settings
         self.parts = parts.with_cfg(settings.cfg)
-        self._given = {key: value for key, value in given.items() if value is not None}
+        self._given = given
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
         """The same job with other values for some config keys.
@@ -311,15 +311,20 @@ class Job:
     @cached_property
     def batches(self) -> Batches:
         """The maker of the largest batches, from the given batch or with the job's own mapper."""
-        given = dict(self._given)
+        given = {key: value for key, value in self._given.items() if value is not None}
         batch = given.pop("batch", None)
         if isinstance(batch, WorstCase):
             given.update(vars(batch), is_resized=True)
         elif batch is not None:
             return GivenBatches(batch)
-        grouped = self.cfg.DATALOADER.ASPECT_RATIO_GROUPING
-        with_labels = self.cfg.MODEL.META_ARCHITECTURE in _WITH_SEM_SEG
-        return MappedBatches(self.parts, grouped, with_labels, **given)
+        return MappedBatches(
+            self.parts.build_train_loader,
+            self.parts.test_loaders(),
+            groups_by_aspect=self.cfg.DATALOADER.ASPECT_RATIO_GROUPING,
+            with_labels=self.cfg.MODEL.META_ARCHITECTURE in _WITH_SEM_SEG,
+            instances=given.pop("num_instances", None),
+            **given,
+        )
 
     def training_batch(
         self, num_images: Optional[int] = None, batches: Optional[Batches] = None

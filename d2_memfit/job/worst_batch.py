@@ -20,7 +20,6 @@ from .datasets import ANY_SIZE, Statistics, assumed_statistics, statistics_of
 from .dicts import Size, num_instances_of
 from .given import copy_of, objects_in, padded_area, resize_to, size_of
 from .mapper import CapturedLoader, EmptyFiles, capture_loader, empty_files, resized
-from .parts import Parts
 
 __all__ = ["EXTREME_SIZES", "TYPICAL_SIZE", "MappedBatches", "WorstCase"]
 
@@ -45,176 +44,6 @@ class WorstCase:
 
     image_size: Size
     num_instances: int
-
-
-class MappedBatches:
-    """Batches that the job's own mapper and augmentations make of empty images.
-
-    Sizes and the most crowded image come from the datasets, if they exist.
-
-    Args:
-        parts: the job's parts.
-        groups_by_aspect: whether the loader never mixes portraits and landscapes in a batch.
-        with_labels: whether the model needs label images, if a missing dataset has no metadata.
-        image_size, num_instances: values in place of the datasets'.
-        mean_instances: mean number of objects in an image, for datasets that cannot be read.
-        is_resized: whether ``image_size`` is that of the model's images, not of the files.
-
-    Attributes:
-        num_instances: annotated objects in the most crowded training image.
-        assumptions: one line for each thing that is not known, with the value assumed for it.
-        evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
-        at_least: one line for each reason why a training image may be larger.
-        is_guess: whether ``num_instances`` is a guess.
-        has_any_shape: whether nothing tells the shape of images. Then the largest one counts that
-            the augmentations can make of any photograph.
-        typical: batches with the mean number of objects in each image; None if it is unknown, or
-            nearly the largest.
-
-    Raises:
-        ConfigError: the loader has no mapper, the mapper cannot run, or nothing limits the size of
-            images.
-    """
-
-    def __init__(
-        self,
-        parts: Parts,
-        groups_by_aspect: bool,
-        with_labels: bool = False,
-        image_size: Optional[Size] = None,
-        num_instances: Optional[int] = None,
-        mean_instances: Optional[float] = None,
-        is_resized: bool = False,
-    ) -> None:
-        self._parts = parts
-        self._groups_by_aspect = groups_by_aspect
-        self._with_labels = with_labels
-        self._image_size = image_size
-        self._num_instances = num_instances
-        self._mean_instances = mean_instances
-        self._is_resized = is_resized
-
-    @property
-    def num_instances(self) -> int:
-        return self._training.statistics.num_instances
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        return self._training.assumptions
-
-    @property
-    def evaluation_assumptions(self) -> tuple[str, ...]:
-        return self._evaluation.assumptions if self._evaluation is not None else ()
-
-    @property
-    def at_least(self) -> tuple[str, ...]:
-        line = f"augmentations draw the sizes of images: the largest of {_DRAWS} is taken"
-        return (line,) if self._training.is_random else ()
-
-    @property
-    def is_guess(self) -> bool:
-        return self._training.statistics.is_guess
-
-    @property
-    def has_any_shape(self) -> bool:
-        statistics = self._training.statistics
-        return self._image_size is None and not (statistics.sizes or statistics.largest)
-
-    def in_shape(self, size: Size) -> "MappedBatches":
-        """Batches of images whose files have another height and width, in pixels."""
-        other = copy.copy(self)
-        other._image_size = size
-        for name in ("_training", "_evaluation", "typical"):
-            vars(other).pop(name, None)
-        return other
-
-    @cached_property
-    def typical(self) -> Optional["MappedBatches"]:
-        mean = max(round(self._training.statistics.mean_instances), 1)
-        if self._num_instances is not None or mean >= self.num_instances:
-            return None
-        other = copy.copy(self)
-        other._training = copy.copy(self._training)
-        other._training.statistics = replace(self._training.statistics, instances_per_image=(mean,))
-        return other
-
-    def training(self, num_images: int, crosses_batches: bool = False) -> list[Any]:
-        """Make a micro-batch.
-
-        Args:
-            crosses_batches: whether it mixes images of several of the loader's batches.
-        """
-        mapped = self._training
-        groups = [mapped.draws]
-        if self._groups_by_aspect and not crosses_batches:
-            wide = [draw for draw in mapped.draws if _is_wide(draw.original)]
-            groups = [g for g in (wide, [d for d in mapped.draws if d not in wide]) if g]
-        pairs = [[_most(_height, group), _most(_width, group)] for group in groups]
-        chosen = max(pairs, key=lambda p: padded_area((p[0].size[0], p[1].size[1])))
-        if num_images == 1:
-            chosen = [_most(_area, mapped.draws)]
-        numbers = [mapped.statistics.num_in_batch(i) for i in range(num_images)]
-        return [mapped.image(chosen[i % len(chosen)], num) for i, num in enumerate(numbers)]
-
-    def evaluation(self) -> list[Any]:
-        """Make the largest image for evaluation, in a list."""
-        mapped = self._evaluation
-        if mapped is None:
-            raise ConfigError("this job has no test loader, so there is nothing to evaluate")
-        draw = _most(_area, mapped.draws)
-        image = mapped.image(draw)
-        if isinstance(image, dict):
-            # Results are brought to the size of the file, masks included, where that is known.
-            height, width = mapped.statistics.largest or draw.size
-            image.update(height=height, width=width)
-        return [image]
-
-    @cached_property
-    def _loaders(self) -> list[CapturedLoader]:
-        makers = (self._parts.build_train_loader, *self._parts.test_loaders())
-        return [capture_loader(make, self._with_labels) for make in makers]
-
-    @cached_property
-    def _training(self) -> "_Mapped":
-        return self._mapped(self._loaders[0], "training")
-
-    @cached_property
-    def _evaluation(self) -> Optional["_Mapped"]:
-        found = [self._mapped(loader, "evaluation") for loader in self._loaders[1:]]
-        return max(found, key=lambda mapped: _area(_most(_area, mapped.draws).size), default=None)
-
-    def _mapped(self, loader: CapturedLoader, what: str) -> "_Mapped":
-        if not loader.mappers:
-            raise ConfigError(
-                f"the {what} loader has no MapDataset of Detectron2 with a mapper, so its largest "
-                "batch cannot be made: name a function that makes one, --batch MODULE:FUNCTION"
-            )
-        statistics = statistics_of(loader.names) or assumed_statistics(
-            loader.names, self._with_labels, self._mean_instances
-        )
-        size = self._image_size
-        if size is not None:
-            statistics = replace(statistics, sizes=frozenset([size]), largest=size)
-        if self._num_instances is not None:
-            statistics = statistics.with_instances(self._num_instances)
-        lines = self._assumed(loader.names, statistics, what)
-        return _Mapped(loader, statistics, lines, size if self._is_resized else None)
-
-    def _assumed(self, names: Sequence[str], statistics: Statistics, what: str) -> tuple[str, ...]:
-        lines = statistics.lines if what == "training" else ()
-        if not statistics.missing or (statistics.sizes and self._num_instances is not None):
-            return lines
-        line = "images of any shape"
-        if statistics.sizes:
-            line = "images of {} x {} pixels".format(*max(statistics.sizes))
-        if what == "training" and self._num_instances is None:
-            line += f", with {statistics.missing}"
-        elif what == "evaluation" and statistics.largest:
-            line += ", whose results have {} x {} pixels at most".format(*statistics.largest)
-        elif what == "evaluation":
-            line += ", whose results stay at the size of the network's input"
-        known = ", ".join(names) or "without a name"
-        return (*lines, f"the {what} dataset {known} cannot be read: {line}")
 
 
 @dataclass(frozen=True)
@@ -244,77 +73,212 @@ def _most(measure: Callable[[Size], tuple[int, int]], draws: Sequence[_Draw]) ->
     return max(draws, key=lambda draw: measure(draw.size))
 
 
+def _by_aspect(draws: Sequence[_Draw]) -> list[list[_Draw]]:
+    """The groups of DATALOADER.ASPECT_RATIO_GROUPING."""
+    groups = ([d for d in draws if _is_wide(d.original) == wide] for wide in (False, True))
+    return [group for group in groups if group]
+
+
 def _is_wide(size: Size) -> bool:
-    """The group of DATALOADER.ASPECT_RATIO_GROUPING."""
     return size[1] > size[0]
 
 
-class _Mapped:
-    """What a loader's mappers make of empty images.
+@dataclass(eq=False)
+class MappedBatches:
+    """Batches that a loader's own mapper and augmentations make of empty images.
+
+    Sizes and the most crowded image come from the datasets, if they exist.
 
     Args:
-        loader: with mappers.
-        statistics: of its datasets.
-        assumptions: lines about them.
-        size: height and width to which the results are resized, if that is known.
+        make_loader: makes the loader.
+        test_loaders: functions that make the loaders for evaluation.
+        groups_by_aspect: whether the loader never mixes portraits and landscapes in a batch.
+        with_labels: whether the model needs label images, if a missing dataset has no metadata.
+        image_size, instances: values in place of the datasets'.
+        mean_instances: mean number of objects in an image, for datasets that cannot be read.
+        is_resized: whether ``image_size`` is that of the model's images, not of the files.
+        what: "training" or "evaluation".
 
     Attributes:
-        draws: images of which the largest batches are made.
-        is_random: whether a mapper draws the sizes of images.
+        num_instances: annotated objects in the most crowded training image.
+        assumptions: one line for each thing that is not known, with the value assumed for it.
+        evaluation_assumptions: the same for evaluation, without lines of ``assumptions``.
+        at_least: one line for each reason why a training image may be larger.
+        is_guess: whether ``num_instances`` is a guess.
+        has_any_shape: whether nothing tells the shape of images. Then the largest one counts that
+            the augmentations can make of any photograph.
+        typical: batches with the mean number of objects in each image; None if it is unknown, or
+            nearly the largest.
+
+    Raises:
+        ConfigError: the loader has no mapper, the mapper cannot run, or nothing limits the size of
+            images.
     """
 
-    def __init__(
-        self,
-        loader: CapturedLoader,
-        statistics: Statistics,
-        assumptions: tuple[str, ...],
-        size: Optional[Size],
-    ) -> None:
-        self.loader = loader
-        self.statistics = statistics
-        self.assumptions = assumptions
-        self.draws: list[_Draw] = []
-        self.is_random = False
-        self._images: dict[_Draw, Any] = {}
-        with empty_files(statistics.labels) as files:
-            for map_func in loader.mappers:
-                self._draw_sizes(map_func, files)
-        if size is not None:
-            self.draws = [replace(draw, size=size) for draw in self.draws]
+    make_loader: Callable[[], Any]
+    test_loaders: Sequence[Callable[[], Any]] = ()
+    groups_by_aspect: bool = True
+    with_labels: bool = False
+    image_size: Optional[Size] = None
+    instances: Optional[int] = None
+    mean_instances: Optional[float] = None
+    is_resized: bool = False
+    what: str = "training"
 
-    def _draw_sizes(self, map_func: Callable[..., Any], files: EmptyFiles) -> None:
-        few = min(num_instances_of(self.statistics.most_crowded), 2)  # to crop around one of them
-        seeds = count()
+    def __post_init__(self) -> None:
+        self._images: dict[_Draw, Any] = {}
+
+    @property
+    def num_instances(self) -> int:
+        return self._statistics.num_instances
+
+    @property
+    def is_guess(self) -> bool:
+        return self._statistics.is_guess
+
+    @property
+    def has_any_shape(self) -> bool:
+        return not (self._statistics.sizes or self._statistics.largest)
+
+    @property
+    def at_least(self) -> tuple[str, ...]:
+        line = f"augmentations draw the sizes of images: the largest of {_DRAWS} is taken"
+        files = {(draw.map_func, draw.original) for draw in self._draws}
+        images = {(draw.map_func, draw.original, draw.size) for draw in self._draws}
+        return (line,) if len(images) > len(files) else ()
+
+    @property
+    def evaluation_assumptions(self) -> tuple[str, ...]:
+        return self._evaluation.assumptions if self._evaluation is not None else ()
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        statistics = self._statistics
+        lines = statistics.lines if self.what == "training" else ()
+        if not statistics.missing or (statistics.sizes and self.instances is not None):
+            return lines
+        line = "images of any shape"
+        if statistics.sizes:
+            line = "images of {} x {} pixels".format(*max(statistics.sizes))
+        if self.what == "training" and self.instances is None:
+            line += f", with {statistics.missing}"
+        elif self.what == "evaluation" and statistics.largest:
+            line += ", whose results have {} x {} pixels at most".format(*statistics.largest)
+        elif self.what == "evaluation":
+            line += ", whose results stay at the size of the network's input"
+        names = ", ".join(self._loader.names) or "without a name"
+        return (*lines, f"the {self.what} dataset {names} cannot be read: {line}")
+
+    def in_shape(self, size: Size) -> "MappedBatches":
+        """Batches of images whose files have another height and width, in pixels."""
+        other = replace(self, image_size=size)
+        other._loader = self._loader
+        return other
+
+    @cached_property
+    def typical(self) -> Optional["MappedBatches"]:
+        mean = max(round(self._statistics.mean_instances), 1)
+        if self.instances is not None or mean >= self.num_instances or not self._draws:
+            return None
+        other = copy.copy(self)
+        other._statistics = replace(self._statistics, instances_per_image=(mean,))
+        return other
+
+    def training(self, num_images: int, crosses_batches: bool = False) -> list[Any]:
+        """Make a micro-batch.
+
+        Args:
+            crosses_batches: whether it mixes images of several of the loader's batches.
+        """
+        groups = [self._draws]
+        if self.groups_by_aspect and not crosses_batches:
+            groups = _by_aspect(self._draws)
+        pairs = [[_most(_height, group), _most(_width, group)] for group in groups]
+        chosen = max(pairs, key=lambda p: padded_area((p[0].size[0], p[1].size[1])))
+        if num_images == 1:
+            chosen = [_most(_area, self._draws)]
+        numbers = [self._statistics.num_in_batch(i) for i in range(num_images)]
+        return [self._image(chosen[i % len(chosen)], num) for i, num in enumerate(numbers)]
+
+    def evaluation(self) -> list[Any]:
+        """Make the largest image for evaluation, in a list."""
+        if self._evaluation is None:
+            raise ConfigError("this job has no test loader, so there is nothing to evaluate")
+        return self._evaluation.training(1)
+
+    @cached_property
+    def _evaluation(self) -> Optional["MappedBatches"]:
+        found = [replace(self, make_loader=make, what="evaluation") for make in self.test_loaders]
+        return max(found, key=lambda b: _area(_most(_area, b._draws).size), default=None)
+
+    @cached_property
+    def _loader(self) -> CapturedLoader:
+        loader = capture_loader(self.make_loader, self.with_labels)
+        if not loader.mappers:
+            raise ConfigError(
+                f"the {self.what} loader has no MapDataset of Detectron2 with a mapper, so its "
+                "largest batch cannot be made: name a function that makes one, --batch "
+                "MODULE:FUNCTION"
+            )
+        return loader
+
+    @cached_property
+    def _statistics(self) -> Statistics:
+        names, size = self._loader.names, self.image_size
+        statistics = statistics_of(names) or assumed_statistics(
+            names, self.with_labels, self.mean_instances
+        )
+        if size is not None:
+            statistics = replace(statistics, sizes=frozenset([size]), largest=size)
+        return statistics if self.instances is None else statistics.with_instances(self.instances)
+
+    @cached_property
+    def _draws(self) -> list[_Draw]:
+        """Images of which the largest batches are made."""
+        draws: list[_Draw] = []
+        with empty_files(self._statistics.labels) as files:
+            for map_func in self._loader.mappers:
+                draws += self._draw_sizes(map_func, files)
+        if self.image_size is not None and self.is_resized:
+            draws = [replace(draw, size=self.image_size) for draw in draws]
+        return draws
+
+    def _draw_sizes(self, map_func: Callable[..., Any], files: EmptyFiles) -> list[_Draw]:
+        crowded, seeds = self._statistics.most_crowded, count()
+        few = min(num_instances_of(crowded), 2)  # for a mapper that crops around one of them
 
         def draw(original: Size) -> _Draw:
-            d, seed = self.loader.dict_of(self.statistics.most_crowded, original, few), next(seeds)
+            seed, d = next(seeds), self._loader.dict_of(crowded, original, few)
             return _Draw(map_func, original, seed, size_of(files.run(map_func, d, seed)))
 
         draw(ANY_SIZE)  # tells the lengths of resizes
-        sizes = _extreme(self.statistics.sizes or _any_shape(files.resizes, draw), files.resizes)
+        sizes = _extreme(self._statistics.sizes or _any_shape(files.resizes, draw), files.resizes)
         drawn = [draw(size) for size in [*sizes, *sizes]]
         if len({(d.original, d.size) for d in drawn}) > len(sizes):
-            self.is_random = True
             drawn += [draw(sizes[i % len(sizes)]) for i in range(_DRAWS - len(drawn))]
-        self.draws += drawn
+        return drawn
 
-    def image(self, draw: _Draw, num: Optional[int] = None) -> Any:
+    def _image(self, draw: _Draw, num: int) -> Any:
         """An image of a drawn size with the objects of the most crowded one, at most ``num``."""
         if draw not in self._images:
-            with empty_files(self.statistics.labels) as files:
+            with empty_files(self._statistics.labels) as files:
                 self._images[draw] = self._crowded(draw, files)
         data = self._images[draw]
         instances = data.get("instances") if isinstance(data, dict) else None
-        if num is not None and isinstance(instances, Instances) and len(instances) > num:
+        if isinstance(instances, Instances) and len(instances) > num:
             data = {**data, "instances": instances[:num]}
-        return copy_of(data)
+        data = copy_of(data)
+        if isinstance(data, dict) and self.what == "evaluation":
+            # Results are brought to the size of the file, masks included, where that is known.
+            data["height"], data["width"] = self._statistics.largest or draw.size
+        return data
 
     def _crowded(self, draw: _Draw, files: EmptyFiles) -> Any:
         """The image with the most objects of a few, if the mapper loses objects."""
-        crowded = self.statistics.most_crowded
+        crowded = self._statistics.most_crowded
         found: list[Any] = []
         for seed in range(draw.seed, draw.seed + _TRIES):
-            data = files.run(draw.map_func, self.loader.dict_of(crowded, draw.original), seed)
+            data = files.run(draw.map_func, self._loader.dict_of(crowded, draw.original), seed)
             found += [] if data is None else [data]
             if found and objects_in(data) in (None, num_instances_of(crowded)):
                 break
