@@ -1,17 +1,30 @@
 # Copyright (c) the d2_memfit developers.
 """A check of a job's estimate against a computed training step on real images."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.data import DatasetCatalog
 from detectron2.utils.events import EventStorage
 
 from ..common.files import is_file
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..common.units import GB, MB
-from ..job import Job, losses_of, size_of, tensors_of, worst_real_images
+from ..errors import ConfigError
+from ..job import (
+    Job,
+    Parts,
+    empty_files,
+    losses_of,
+    need_of,
+    num_instances_of,
+    readable_loader,
+    size_of,
+    tensors_of,
+)
 from ..memory import TensorMeter, available_host_bytes
 from ..planner.device import DeviceModel
 from ..planner.dry_run import one_line_errors
@@ -19,7 +32,7 @@ from ..planner.estimates import DryJob, steps
 from ..planner.stand_ins import compiled_operators, cuda_as_cpu
 from .patient import Untested
 
-__all__ = ["RealStep", "estimate_against_real_step"]
+__all__ = ["RealStep", "estimate_against_real_step", "worst_real_images"]
 
 _ITERATIONS = 2  # the optimizer's states exist from the second on
 
@@ -112,3 +125,19 @@ def _measure(job: Job, batch: list[object]) -> int:
             del loss
             precision.step(optimizer)
         return meter.peak_bytes + sum(t.nbytes for t in tensors_of(batch))
+
+
+def worst_real_images(parts: Parts, num_images: int) -> list[Any]:
+    """Read and map the most crowded images and the largest ones; return the largest results."""
+    loader = readable_loader(parts)
+    with empty_files():
+        dicts = [d for name in loader.names for d in DatasetCatalog.get(name)]
+        crowded = sorted(dicts, key=num_instances_of)[-num_images:]
+        large = sorted(dicts, key=lambda d: d.get("height", 0) * d.get("width", 0))[-num_images:]
+        candidates = list({id(d): d for d in (*crowded, *large)}.values())
+        tried = [loader.mappers[0]({**loader.first, **copy.deepcopy(d)}) for d in candidates]
+    images = [image for image in tried if image is not None]
+    if len(images) < num_images:
+        names = ", ".join(loader.names)
+        raise ConfigError(f"{names} has {len(images)} images, and {num_images} are needed")
+    return sorted(images, key=need_of)[-num_images:]

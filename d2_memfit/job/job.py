@@ -24,14 +24,12 @@ from ..config.precision import Precision
 from ..config.settings import NormalizerOptions, RecoveryOptions, Settings
 from ..errors import ConfigError
 from ..techniques import apply_techniques
-from .batches import GivenBatches
-from .checked_loader import checked_loader
-from .largest_images import Size, WorstCase
-from .lazy import LazyParts
-from .losses import LossFn
-from .mapped import MappedBatches
-from .parts import GivenParts, Parts, TrainerParts
+from .dicts import Size
+from .given import GivenBatches
+from .loader import checked_loader
+from .parts import GivenParts, LazyParts, LossFn, Parts, TrainerParts
 from .projects import own_registry
+from .worst_batch import MappedBatches, WorstCase
 
 __all__ = ["Batches", "Job"]
 
@@ -151,7 +149,7 @@ class Job:
         cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
         cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
         parts = GivenParts(model, optimizer, train_loader, test_loader, loss_fn)
-        self._describe(parts, Settings.from_cfg(cfg, ranks), batch)
+        self._describe(parts, Settings.from_cfg(cfg, ranks), batch=batch)
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any) -> "Job":
@@ -160,7 +158,7 @@ class Job:
         Args:
             ranks: processes that train together; None for those of this run.
             batch: the largest batch of the job: ``batch=`` images, see
-                :class:`~d2_memfit.job.batches.GivenBatches`, or sizes as a :class:`WorstCase`. Or
+                :class:`~d2_memfit.job.given.GivenBatches`, or sizes as a :class:`WorstCase`. Or
                 values in place of the datasets': ``image_size=`` (height, width) of the largest
                 image file, ``num_instances=`` of the most crowded image, ``mean_instances=`` of
                 all images.
@@ -224,21 +222,10 @@ class Job:
             return cls.from_lazy(config, ranks, **batch)
         return cls.from_trainer(trainer or DefaultTrainer, config, ranks, **batch)
 
-    def _describe(
-        self,
-        parts: Parts,
-        settings: Settings,
-        batch: Any = None,
-        image_size: Optional[Size] = None,
-        num_instances: Optional[int] = None,
-        mean_instances: Optional[float] = None,
-    ) -> None:
+    def _describe(self, parts: Parts, settings: Settings, **given: Any) -> None:
         self.settings = settings
         self.parts = parts.with_cfg(settings.cfg)
-        self._batch = batch
-        self._image_size = image_size
-        self._num_instances = num_instances
-        self._mean_instances = mean_instances
+        self._given = given
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
         """The same job with other values for some config keys.
@@ -259,15 +246,15 @@ class Job:
 
     def with_batch(self, batch: Any) -> "Job":
         """The same job with another largest batch, as for :meth:`from_cfg`."""
-        job = copy.copy(self)
-        job._batch = batch
-        vars(job).pop("batches", None)
-        return job
+        return self._with(batch=batch)
 
     def with_image_size(self, size: Size) -> "Job":
         """The same job with another height and width, in pixels, of the largest image file."""
+        return self._with(image_size=size)
+
+    def _with(self, **given: Any) -> "Job":
         job = copy.copy(self)
-        job._image_size = size
+        job._given = {**self._given, **given}
         vars(job).pop("batches", None)
         return job
 
@@ -357,17 +344,20 @@ class Job:
     @cached_property
     def batches(self) -> Batches:
         """The maker of the largest batches, from the given batch or with the job's own mapper."""
-        parts, size, num_instances = self.parts, self._image_size, self._num_instances
-        if isinstance(self._batch, WorstCase):
-            size, num_instances = self._batch.image_size, self._batch.num_instances
-            parts = parts.without_resizing()
-        elif self._batch is not None:
-            return GivenBatches(self._batch)
-        if parts.has_default_loader and not self.cfg.DATASETS.TRAIN:
-            raise ConfigError("DATASETS.TRAIN is empty: name the dataset, or give a batch")
-        grouped = self.cfg.DATALOADER.ASPECT_RATIO_GROUPING
-        with_labels = self.cfg.MODEL.META_ARCHITECTURE in _WITH_SEM_SEG
-        return MappedBatches(parts, grouped, with_labels, size, num_instances, self._mean_instances)
+        given = {key: value for key, value in self._given.items() if value is not None}
+        batch = given.pop("batch", None)
+        if isinstance(batch, WorstCase):
+            given.update(vars(batch), is_resized=True)
+        elif batch is not None:
+            return GivenBatches(batch)
+        return MappedBatches(
+            self.parts.build_train_loader,
+            self.parts.test_loaders(),
+            groups_by_aspect=self.cfg.DATALOADER.ASPECT_RATIO_GROUPING,
+            with_labels=self.cfg.MODEL.META_ARCHITECTURE in _WITH_SEM_SEG,
+            instances=given.pop("num_instances", None),
+            **given,
+        )
 
     def training_batch(
         self, num_images: Optional[int] = None, batches: Optional[Batches] = None

@@ -1,34 +1,76 @@
 # Copyright (c) the d2_memfit developers.
-"""The factories of a job's model, optimizer and loaders."""
+"""The factories of a job's model, optimizer and loaders: of a trainer, a LazyConfig, or pieces."""
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
 from typing import Any, Optional, Union
 
 import torch
-from detectron2.config import CfgNode
+from detectron2.config import CfgNode, LazyConfig, instantiate
 from detectron2.engine import DefaultTrainer
+from detectron2.evaluation import inference_on_dataset
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
 from ..common.patching import has_name
+from ..config.lazy import evaluates_lazy, overrides_of
 from ..config.load import with_settings
-from ..errors import ConfigError
-from .lazy import LazyParts
-from .losses import LossFn
+from ..errors import ConfigError, one_line
 
-__all__ = ["GivenParts", "Parts", "TrainerParts"]
+__all__ = [
+    "GivenParts",
+    "LazyParts",
+    "LossFn",
+    "Parts",
+    "TrainerParts",
+    "load_lazy_config",
+    "losses_of",
+    "with_overrides",
+]
+
+LossFn = Callable[[nn.Module, Any], Union[torch.Tensor, Mapping[str, torch.Tensor]]]
 
 _KNOWN_STEPS = ("detectron2.engine.", "d2_memfit.")
 
 
-def _has_own_step(trainer: Any) -> bool:
-    """Whether a trainer's class, or one of its project's base classes, has a ``run_step``."""
-    step = getattr(trainer, "run_step", None)
-    return isinstance(step, FunctionType) and not step.__module__.startswith(_KNOWN_STEPS)
+def losses_of(
+    model: nn.Module, batch: Any, loss_fn: Optional[LossFn] = None
+) -> Mapping[str, torch.Tensor]:
+    """The losses by name, of ``loss_fn(model, batch)`` or of ``model(batch)``."""
+    losses = model(batch) if loss_fn is None else loss_fn(model, batch)
+    return {"total_loss": losses} if isinstance(losses, torch.Tensor) else losses
+
+
+def load_lazy_config(path: str, opts: Sequence[str]) -> DictConfig:
+    """Load a LazyConfig and apply overrides.
+
+    Raises:
+        ConfigError: the file's code raises an error, or an override is invalid.
+    """
+    try:
+        cfg = LazyConfig.load(path)
+    except (Exception, SystemExit) as e:  # its code may raise anything
+        raise ConfigError(f"{path} cannot be loaded ({type(e).__name__}: {one_line(e)})") from e
+    try:
+        return LazyConfig.apply_overrides(cfg, list(opts))
+    except Exception as e:
+        raise ConfigError(
+            f"{' '.join(opts)!r} cannot be overrides of {path} ({type(e).__name__}: {one_line(e)})"
+            ": each is key=value, and options such as --resume come before all of them"
+        ) from e
+
+
+def with_overrides(cfg: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
+    """Copy a LazyConfig with other values at some places."""
+    changed = copy.deepcopy(cfg)
+    for place, value in overrides.items():
+        OmegaConf.update(changed, place, value, force_add=True)
+    return changed
 
 
 @dataclass(frozen=True)
@@ -53,7 +95,11 @@ class TrainerParts:
         return self._method("build_optimizer")(self.cfg, model)
 
     def build_train_loader(self) -> Any:
-        return self._method("build_train_loader")(self.cfg)
+        build = self._method("build_train_loader")
+        is_own = getattr(build, "__func__", build) is not DefaultTrainer.build_train_loader.__func__
+        if not (is_own or self.cfg.DATASETS.TRAIN):
+            raise ConfigError("DATASETS.TRAIN is empty: name the dataset, or give a batch")
+        return build(self.cfg)
 
     def test_loaders(self) -> list[Callable[[], Any]]:
         """Functions that make the loaders of the evaluation datasets, if any."""
@@ -74,16 +120,18 @@ class TrainerParts:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """A line about the trainer's step, if that is the project's own."""
-        if not _has_own_step(self.trainer):
+        """A line about ``run_step``, if it is the project's own and replaces Detectron2's."""
+        step = getattr(self.trainer, "run_step", None)
+        if not isinstance(step, FunctionType) or step.__module__.startswith(_KNOWN_STEPS):
             return ()
-        if has_name(inspect.unwrap(self.trainer.run_step).__code__, "run_step"):
+        if has_name(inspect.unwrap(step).__code__, "run_step"):
             return ()
-        return (
+        line = (
             f"{self.trainer.__name__}.run_step, which is the project's own, does what Detectron2's "
             "does. It does not call self._trainer.run_step(), so accumulation, micro-batches and "
-            "recovery are errors with it: docs/YOUR_PROJECT.md#what-the-trainer-makes-itself",
+            "recovery are errors with it: docs/YOUR_PROJECT.md#what-the-trainer-makes-itself"
         )
+        return (line,)
 
     def with_cfg(self, cfg: CfgNode) -> "TrainerParts":
         """The parts with a complete yacs config."""
@@ -97,17 +145,6 @@ class TrainerParts:
         """
         return TrainerParts(with_settings(self.cfg, settings), self.trainer)
 
-    def without_resizing(self) -> "TrainerParts":
-        """The same parts, whose loaders leave images in their sizes."""
-        none = {"MIN_SIZE_TRAIN": (0, 0), "MIN_SIZE_TEST": 0, "CROP.ENABLED": False}
-        return self.with_settings({f"INPUT.{key}": value for key, value in none.items()})
-
-    @property
-    def has_default_loader(self) -> bool:
-        """Whether Detectron2's own ``DatasetMapper`` makes the batches from a yacs config."""
-        build = self._method("build_train_loader")
-        return getattr(build, "__func__", None) is DefaultTrainer.build_train_loader.__func__
-
     def _method(self, name: str) -> Any:
         method = getattr(self.trainer, name, None) or getattr(DefaultTrainer, name)
         kind = inspect.getattr_static(self.trainer, name, None)
@@ -116,6 +153,58 @@ class TrainerParts:
                 f"{self.trainer.__name__}.{name} must be a classmethod, as in DefaultTrainer"
             )
         return method
+
+
+@dataclass(frozen=True)
+class LazyParts:
+    """The parts that a LazyConfig instantiates, as in Detectron2's ``lazyconfig_train_net.py``.
+
+    They are called like :class:`TrainerParts`.
+
+    Args:
+        cfg: with the nodes model, optimizer, dataloader and train.
+    """
+
+    cfg: DictConfig
+    loss_fn = None
+    assumptions = ()
+
+    def build_model(self, device: str) -> nn.Module:
+        return instantiate(self.cfg.model).to(device)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        cfg = copy.deepcopy(self.cfg)  # a config that holds a model is no longer a config
+        cfg.optimizer.params.model = model
+        return instantiate(cfg.optimizer)
+
+    def build_train_loader(self) -> Any:
+        return instantiate(self.cfg.dataloader.train)
+
+    def test_loaders(self) -> list[Callable[[], Any]]:
+        return [lambda: instantiate(self.cfg.dataloader.test)] if evaluates_lazy(self.cfg) else []
+
+    def test(self, model: nn.Module) -> Any:
+        nodes = self.cfg.dataloader
+        return inference_on_dataset(model, instantiate(nodes.test), instantiate(nodes.evaluator))
+
+    def ddp_options(self) -> dict[str, Any]:
+        return dict(self.cfg.train.get("ddp", {}))
+
+    def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
+        """Gradient clipping from detrex's ``train.clip_grad``."""
+        clip = self.cfg.train.get("clip_grad")
+        if clip is None or not clip.enabled:
+            return None
+        return partial(nn.utils.clip_grad_norm_, **clip.params)
+
+    def with_cfg(self, cfg: CfgNode) -> "LazyParts":
+        return self
+
+    def with_settings(self, settings: Mapping[str, Any]) -> "LazyParts":
+        places = overrides_of(settings)
+        if not any(place.startswith("dataloader.") for place in places):
+            return self  # they do not concern what it instantiates
+        return LazyParts(with_overrides(self.cfg, places))
 
 
 @dataclass(frozen=True)
@@ -135,7 +224,6 @@ class GivenParts:
     train_loader: Optional[Callable[[], Any]] = None
     test_loader: Optional[Callable[[], Any]] = None
     loss_fn: Optional[LossFn] = None
-    has_default_loader = False
     assumptions = ()
 
     def build_model(self, device: str) -> nn.Module:
@@ -174,9 +262,6 @@ class GivenParts:
             if not key.startswith(("MEMFIT.", "SOLVER.AMP.", "SOLVER.ACCUMULATION_STEPS")):
                 raise ConfigError(f"a Job that was made from pieces has no key {key}")
         return self
-
-    def without_resizing(self) -> "GivenParts":
-        raise ConfigError("a Job that was made from pieces resizes its images: give it a batch")
 
 
 Parts = Union[TrainerParts, LazyParts, GivenParts]

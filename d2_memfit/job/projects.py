@@ -2,11 +2,11 @@
 """Projects that extend Detectron2: their config keys, trainers and registries."""
 
 import importlib
-import inspect
 import os
 import re
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Optional
 
 from detectron2.config import CfgNode
@@ -59,26 +59,22 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
 def projects_of(trainer: str) -> list[str]:
     """The functions with which a trainer's script makes its config, as values of ``--project``.
 
-    They are those that it calls by names such as ``add_maskdino_config``, in this order, and a
-    ``get_cfg`` that is not Detectron2's.
+    They are those that its functions call by names such as ``add_maskdino_config``, in this order,
+    and a ``get_cfg`` that is not Detectron2's.
 
     Args:
         trainer: MODULE:CLASS.
     """
     find_function(trainer, "--trainer")
     name = trainer.partition(":")[0]
-    module = sys.modules[name]
-    try:
-        source = inspect.getsource(module)
-    except (OSError, TypeError):  # it has no file
-        return []
-    called = dict.fromkeys(re.findall(r"(?<!def )\b(get_cfg|add_\w*configs?)\(", source))
-    functions = {f: getattr(module, f, None) for f in called}
-    known = ("detectron2.config", "d2_memfit.")
+    known = vars(sys.modules[name])
+    own = [f for f in known.values() if isinstance(f, FunctionType) and f.__module__ == name]
+    called = dict.fromkeys(called for f in own for called in f.__code__.co_names)
     return [
         f"{name}:{f}"
-        for f, function in functions.items()
-        if callable(function) and not function.__module__.startswith(known)
+        for f in called
+        if re.fullmatch(r"get_cfg|add_\w*configs?", f)
+        and not known[f].__module__.startswith(("detectron2.config", "d2_memfit."))
     ]
 
 

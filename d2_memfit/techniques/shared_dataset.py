@@ -28,7 +28,7 @@ class SharedDataset(BooleanTechnique):
     room.
 
     Source: github.com/facebookresearch/detectron2/issues/4626 and d2go/issues/405. The loaders of
-    ``job/checked_loader.py`` make a :class:`SharedList` if it is on.
+    ``job/loader.py`` make a :class:`SharedList` if it is on.
 
     Key: Whether the ranks of a machine share one copy of the dataset's annotations.
     """

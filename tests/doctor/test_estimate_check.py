@@ -9,9 +9,8 @@ from detectron2.data.datasets import load_sem_seg
 from tiny import tiny_cfg
 
 from d2_memfit import Job, get_cfg
-from d2_memfit.doctor.estimate_check import estimate_against_real_step
+from d2_memfit.doctor.estimate_check import estimate_against_real_step, worst_real_images
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import worst_real_images
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

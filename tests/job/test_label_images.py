@@ -2,7 +2,6 @@
 """Datasets of label images and of segments: sizes, classes, and mappers that read them."""
 
 import json
-import os
 
 import cv2
 import numpy as np
@@ -21,9 +20,8 @@ from detectron2.structures import BitMasks, Instances
 from torch import nn
 
 from d2_memfit import Job, estimate_memory, get_cfg
-from d2_memfit.errors import DataError
-from d2_memfit.job.dataset_statistics import statistics_of
-from d2_memfit.job.label_images import labels_in, tiles
+from d2_memfit.job.datasets import statistics_of
+from d2_memfit.job.mapper import tiles
 from d2_memfit.planner.writing import describe_estimate
 
 pytestmark = pytest.mark.slow
@@ -133,7 +131,7 @@ def drawn(tmp_path):
 
 
 def test_sizes_and_classes_are_read_from_the_files(drawn):
-    statistics = statistics_of([drawn]).with_labels([drawn])
+    statistics = statistics_of([drawn])
     assert statistics.sizes == {(120, 90), (80, 160), (60, 60)}
     assert statistics.labels == (0, 3, 6, 9, 12, 15)
     assert statistics.num_instances == 6
@@ -176,19 +174,18 @@ def test_a_job_of_label_images_on_disk_is_estimated(drawn):
 
 
 def test_of_many_label_images_a_hundred_are_read_and_that_is_said(drawn, monkeypatch):
-    monkeypatch.setattr("d2_memfit.job.label_images._MOST_FILES", 2)
-    labels_in.cache_clear()
+    monkeypatch.setattr("d2_memfit.job.datasets._MOST_LABELS", 2)
     job = Job.from_trainer(SemanticTrainer, make_cfg(drawn), 1)
     assert job.batches.is_guess
     (line,) = job.batches.assumptions
-    assert line.startswith("no label image of drawn_sem_seg has more classes than 2 of 3: 6")
-    assert job.batches.typical.num_instances == 4  # the mean of 2 and 6
+    assert line.startswith("no label image of drawn_sem_seg has more classes than 2 of 3: 3")
+    assert job.batches.typical.num_instances == 2  # the mean of 2 and 3
 
 
 def test_a_file_that_is_missing_makes_a_dataset_a_missing_one(drawn, tmp_path):
     (tmp_path / "labels/1.png").unlink()
     (tmp_path / "images/1.jpg").unlink()
-    assert statistics_of([drawn]).with_labels([drawn]).num_instances == 3
+    assert statistics_of([drawn]).num_instances == 3
     DatasetCatalog.remove(drawn)
     gone = [{"file_name": "gone.jpg", "sem_seg_file_name": "gone.png"}]
     DatasetCatalog.register(drawn, lambda: gone)
@@ -267,15 +264,6 @@ def test_a_dataset_with_annotations_and_label_images_keeps_both():
     assert image["sem_seg"].shape == image["image"].shape[1:]
 
 
-def test_most_classes_and_their_mean_are_counted_without_what_is_ignored(tmp_path):
-    for i, values in enumerate([[4], [0, 7, IGNORED], [IGNORED]]):
-        image = np.array([values] * 3, np.uint8)
-        cv2.imwrite(str(tmp_path / f"{i}.png"), image)
-    labels = labels_in(tuple(sorted(map(str, tmp_path.iterdir()))), frozenset([IGNORED]))
-    assert labels.values == (0, 7)
-    assert labels.classes_per_image == (2, 1, 0)
-
-
 @pytest.mark.parametrize("num", [1, 2, 19, 150, 300])
 def test_each_crop_of_tiles_has_all_values(num):
     image = tiles((512, 700), range(num))
@@ -287,15 +275,3 @@ def test_each_crop_of_tiles_has_all_values(num):
     colors = tiles((50, 60), [[1, 2, 3], [4, 5, 6]])
     assert colors.shape == (50, 60, 3)
     assert np.unique(colors.reshape(-1, 3), axis=0).tolist() == [[1, 2, 3], [4, 5, 6]]
-
-
-def test_a_pipe_in_place_of_a_label_or_an_image_is_not_waited_for(tmp_path, alarm):
-    pipe = tmp_path / "pipe.png"
-    os.mkfifo(pipe)
-    with pytest.raises(DataError, match=str(pipe)):
-        labels_in((str(pipe),), frozenset())
-    DatasetCatalog.register("piped", lambda: [{"file_name": str(pipe)}])
-    try:
-        assert statistics_of("piped") is None  # as of any dataset that cannot be read
-    finally:
-        DatasetCatalog.remove("piped")

@@ -8,7 +8,7 @@ import torch
 from detectron2.structures import BitMasks, Instances
 from torch import nn
 
-from d2_memfit.job.batches import copy_of
+from d2_memfit.job.given import copy_of
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_fake, make_fake
 

@@ -41,7 +41,7 @@ def estimate_memory(
             current CUDA card.
         probe: run the iteration on this machine's GPU, and measure it.
         trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
-        batch: images of the largest batch, see :class:`~d2_memfit.job.batches.GivenBatches`; or the
+        batch: images of the largest batch, see :class:`~d2_memfit.job.given.GivenBatches`; or the
             sizes that the model gets, as a :class:`WorstCase`. With None, the job's own mapper
             makes it from the largest images of its datasets.
         image_size: height and width in pixels of the largest image file.

@@ -103,7 +103,7 @@ def lazy_file(config_file: str, opts: list[str], plan: Plan) -> str:
     return (
         f"{_comment(plan)}\n"
         "from detectron2.config import LazyConfig\n\n"
-        "from d2_memfit.job.lazy import with_overrides\n\n"
+        "from d2_memfit.job import with_overrides\n\n"
         f"_planned = LazyConfig.load({str(Path(config_file).resolve())!r})\n"
         f"_planned = LazyConfig.apply_overrides(_planned, {list(opts)!r})\n"
         f"_planned = with_overrides(_planned, {overrides!r})\n"

@@ -2,7 +2,6 @@
 """Loaders that check their dataset first, and name the image that cannot be loaded."""
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Callable, Optional
@@ -12,22 +11,15 @@ from detectron2.data import MetadataCatalog, build, common
 from detectron2.utils import comm
 
 from ..common.patching import modules_with, replaced_functions
-from ..common.reading import checked
-from ..common.units import MB
-from ..compat import local_world_size
-from ..data.faults import Summary, check, kinds_of, look_at_annotations, warnings_about
+from ..data.faults import check, kinds_of, look_at_annotations, warnings_about
 from ..data.images import look_at_images
-from ..data.sizes import shorter_sides
 from ..errors import DataError
 from ..memory import is_loader_out_of_memory
 from ..techniques import SharedDataset, SharedList
 
-__all__ = ["checked_loader", "checked_test_loaders", "shm_bytes"]
+__all__ = ["checked_loader", "checked_test_loaders"]
 
 logger = logging.getLogger(__name__)
-
-_SHM = "/dev/shm"
-_PREFETCH = 2  # PyTorch's DataLoader: batches ready per worker
 
 
 def checked_loader(
@@ -78,7 +70,8 @@ def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
 
     def checking(original: Callable[..., Any]) -> Callable[..., Any]:
         def dataset_from_list(items: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(items, list) and items and _is_dataset_dict(items[0]):
+            first = items[0] if isinstance(items, list) and items else None
+            if isinstance(first, Mapping) and "annotations" in first:
                 check(items)
             return SharedList(items) if is_shared else original(items, *args, **kwargs)
 
@@ -98,10 +91,6 @@ def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
         yield
 
 
-def _is_dataset_dict(item: Any) -> bool:
-    return isinstance(item, Mapping) and "annotations" in item
-
-
 def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: bool) -> None:
     """Raise an error on each rank; look at images, and warn, on rank 0."""
     summary = look_at_annotations(dicts)
@@ -116,8 +105,6 @@ def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: boo
     class_names = MetadataCatalog.get(names[0]).get("thing_classes") if names else None
     for warning in warnings_about(cfg if says_all else None, summary, class_names):
         logger.warning(warning)
-    if says_all:
-        _warn_of_small_shm(cfg, summary, comm.get_world_size())
 
 
 def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
@@ -131,60 +118,6 @@ def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
         check(look_at_annotations(dicts), {"mask"})
 
 
-def _warn_of_small_shm(cfg: CfgNode, summary: Summary, num_ranks: int) -> None:
-    """Warn before training if /dev/shm may become full; a worker would end with a bus error.
-
-    Args:
-        summary: summary of the dataset's annotations.
-        num_ranks: ranks of the whole job.
-    """
-    workers = cfg.DATALOADER.NUM_WORKERS
-    if workers <= 0 or not os.path.isdir(_SHM):
-        return
-    status = os.statvfs(_SHM)
-    free = status.f_bavail * status.f_frsize
-    here = local_world_size()
-    needs = [shm_bytes(cfg, summary, num_ranks, n) * here for n in range(workers + 1)]
-    if needs[workers] <= free:
-        return
-    fitting = max((n for n in range(1, workers) if needs[n] <= free), default=0)
-    logger.warning(
-        "%s has %.0f MB free, and the loader's workers may hold %.0f MB of images in it "
-        "(DATALOADER.NUM_WORKERS %d, on %d ranks here). Where it is full, a worker ends with a bus "
-        "error. In a container give it more (docker run --shm-size=%dm, or --ipc=host; in "
-        "Kubernetes an emptyDir of medium Memory at /dev/shm), or set DATALOADER.NUM_WORKERS %d",
-        _SHM,
-        free / MB,
-        needs[workers] / MB,
-        workers,
-        here,
-        2 * needs[workers] / MB,
-        fitting,
-    )
-
-
-def shm_bytes(cfg: CfgNode, summary: Summary, num_ranks: int, workers: int) -> float:
-    """Largest number of bytes that one rank's images take in shared memory.
-
-    Images count at the largest size: those that workers have ready, and those that the trainer
-    still holds. Bit masks count with their mean number per image, plus those of the most crowded
-    image once. Polygons are not in shared memory. Without workers the result is 0.
-    """
-    if workers == 0:
-        return 0
-    batch = cfg.SOLVER.IMS_PER_BATCH // num_ranks
-    grouped = cfg.DATALOADER.ASPECT_RATIO_GROUPING
-    ahead = workers * _PREFETCH
-    ahead *= 1 if grouped else batch
-    # Two groups by aspect ratio fill up while the window is trained on.
-    images = ahead + batch * cfg.SOLVER.ACCUMULATION_STEPS + (2 * batch if grouped else 0)
-    pixels = max(shorter_sides(cfg.INPUT.MIN_SIZE_TRAIN)) * cfg.INPUT.MAX_SIZE_TRAIN
-    masks = 0.0
-    if cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask" and summary.num_images:
-        masks = images * summary.num_objects / summary.num_images + summary.most_objects
-    return pixels * (3 * images + masks)
-
-
 class _NamesImage:
     """A mapper whose errors name the image."""
 
@@ -195,9 +128,6 @@ class _NamesImage:
         fields = item if isinstance(item, Mapping) else {}
         name: Optional[str] = fields.get("file_name")
         try:
-            for key in {"file_name", "sem_seg_file_name", "pan_seg_file_name"} & fields.keys():
-                if os.path.exists(fields[key]):  # or only the mapper knows where it is
-                    checked(fields[key])
             return self._function(item)
         except Exception as e:
             if name is None or isinstance(e, DataError) or is_loader_out_of_memory(e):

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The largest batches of a job, for its dry run, as the user gives them."""
+"""Batches that a user gives, and what holds for any batch: sizes, objects, copies, resizing."""
 
 import copy
 import math
@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
 import torch
-from detectron2.structures import BitMasks, Instances
+from detectron2.structures import BitMasks, Boxes, Instances, Keypoints, PolygonMasks, RotatedBoxes
+from torch.nn import functional as F
 
 from ..errors import ConfigError
 
@@ -20,6 +21,8 @@ __all__ = [
     "objects_in",
     "objects_per_image",
     "padded_area",
+    "resize_image",
+    "resize_to",
     "size_of",
     "tensors_of",
     "with_objects",
@@ -37,8 +40,8 @@ class GivenBatches:
         batch: a list with one item per image, a tuple of such lists or of tensors with one row per
             image, or a function that makes one of them. A larger micro-batch repeats the items.
 
-    Attributes and methods are those of :class:`~.mapped.MappedBatches`. ``num_instances`` is None
-    if the images have no field of objects.
+    Attributes and methods are those of :class:`~.worst_batch.MappedBatches`. ``num_instances`` is
+    None if the images have no field of objects.
     """
 
     assumptions: tuple[str, ...] = ()
@@ -167,25 +170,16 @@ def tensors_of(data: Any) -> list[torch.Tensor]:
     """All tensors in containers of any kind: dicts, lists, ``Instances``, boxes, masks."""
     found: dict[int, torch.Tensor] = {}
     seen: set[int] = set()
-
-    def visit(value: Any) -> None:
+    waiting = [data]
+    while waiting:
+        value = waiting.pop()
         if isinstance(value, torch.Tensor):
             found[id(value)] = value
-        if isinstance(value, (str, bytes, int, float, type, torch.Tensor)) or id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, Instances):
-            value = value.get_fields()
-        if isinstance(value, dict):
-            children = list(value.values())
-        elif isinstance(value, (list, tuple, set)):
-            children = list(value)
-        else:
-            children = list(getattr(value, "__dict__", {}).values())
-        for child in children:
-            visit(child)
-
-    visit(data)
+        elif id(value) not in seen and not isinstance(value, (str, bytes, int, float, type)):
+            seen.add(id(value))
+            is_list = isinstance(value, (list, tuple, set))
+            fields = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+            waiting += value if is_list else fields.values()
     return list(found.values())
 
 
@@ -208,3 +202,71 @@ def padded_area(size: tuple[int, int]) -> int:
 def need_of(data: Any) -> tuple[int, int]:
     """A key that is larger for an image that needs more: its padded area, and then its bytes."""
     return padded_area(size_of(data)), sum(t.nbytes for t in tensors_of(data))
+
+
+def resize_image(image: dict[str, Any], factor: float) -> dict[str, Any]:
+    """Resize a dataset dict by ``factor``, and to at least 1 pixel, as :func:`resize_to` does."""
+    height, width = (max(1, round(side * factor)) for side in image["image"].shape[-2:])
+    return resize_to(image, (height, width))
+
+
+def resize_to(image: dict[str, Any], size: tuple[int, int]) -> dict[str, Any]:
+    """Resize a dataset dict, as made by Detectron2's mappers.
+
+    Args:
+        image: with "image", a tensor (C, H, W). "instances", "proposals" and "sem_seg" (H, W) are
+            resized with it; "height" and "width", the size in the file, stay.
+        size: new height and width of "image".
+
+    Returns:
+        dict: a new one. The given one does not change.
+    """
+    resized = {**image, "image": _resize_pixels(image["image"], size, "bilinear")}
+    for key in ("instances", "proposals"):
+        if key in image:
+            resized[key] = _resize_instances(image[key], size)
+    if "sem_seg" in image:
+        resized["sem_seg"] = _resize_pixels(image["sem_seg"], size, "nearest")
+    return resized
+
+
+def _resize_pixels(pixels: torch.Tensor, size: tuple[int, int], mode: str) -> torch.Tensor:
+    """Resize pixels and keep their dtype. Any dimensions may precede height and width."""
+    if pixels.numel() == 0:  # an image without objects has empty masks
+        return pixels.new_zeros((*pixels.shape[:-2], *size))
+    shape = (1, -1, *pixels.shape[-2:])
+    options = {"align_corners": False, "antialias": True} if mode == "bilinear" else {}
+    result = F.interpolate(pixels.reshape(shape).float(), size=size, mode=mode, **options)
+    if not pixels.dtype.is_floating_point and mode == "bilinear":
+        result = result.round()
+    return result.reshape(*pixels.shape[:-2], *size).to(pixels.dtype)
+
+
+def _resize_instances(instances: Instances, size: tuple[int, int]) -> Instances:
+    height, width = instances.image_size
+    scale = (size[1] / width, size[0] / height)
+    fields = {name: _resize_field(f, *scale, size) for name, f in instances.get_fields().items()}
+    for name, field in fields.items():  # masks without a class of their own, as Mask2Former's
+        if isinstance(field, torch.Tensor) and field.shape[-2:] == (height, width):
+            fields[name] = _resize_pixels(field, size, "nearest")
+    return Instances(size, **fields)
+
+
+def _resize_field(field: Any, scale_x: float, scale_y: float, size: tuple[int, int]) -> Any:
+    if isinstance(field, (Boxes, RotatedBoxes)):
+        field = field.clone()
+        field.scale(scale_x, scale_y)
+        return field
+    if isinstance(field, Keypoints):
+        tensor = field.tensor.clone()  # (N, K, 3): x, y, visibility
+        tensor[..., 0] *= scale_x
+        tensor[..., 1] *= scale_y
+        return Keypoints(tensor)
+    if isinstance(field, PolygonMasks):
+        xy = (scale_x, scale_y)
+        return PolygonMasks(
+            [[(p.reshape(-1, 2) * xy).reshape(-1) for p in polygons] for polygons in field.polygons]
+        )
+    if isinstance(field, BitMasks):
+        return BitMasks(_resize_pixels(field.tensor, size, "nearest"))
+    return field  # classes, scores: nothing with pixels

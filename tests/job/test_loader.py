@@ -2,9 +2,7 @@
 """Training with registered datasets, of which nothing was checked: what is said."""
 
 import copy
-import os
 import sys
-from collections import namedtuple
 
 import pytest
 from detectron2.data import (
@@ -18,10 +16,8 @@ from tiny import tiny_cfg
 
 from d2_memfit import MemfitTrainer
 from d2_memfit.cli import train
-from d2_memfit.data.faults import Summary
 from d2_memfit.errors import DataError
 from d2_memfit.job import checked_loader, checked_test_loaders
-from d2_memfit.job.checked_loader import shm_bytes
 from d2_memfit.techniques.shared_dataset import SharedList
 
 NAME = "registered"
@@ -112,16 +108,6 @@ def test_an_image_that_cannot_be_loaded_is_named(cfg, dicts, tmp_path, workers, 
         next(iter(loader))
 
 
-@pytest.mark.parametrize("key", ["file_name", "sem_seg_file_name"])
-def test_a_pipe_in_place_of_an_image_is_not_waited_for(cfg, dicts, tmp_path, key, alarm):
-    os.mkfifo(tmp_path / "pipe.png")
-    for entry in dicts:
-        entry[key] = str(tmp_path / "pipe.png")
-    loader = checked_loader(build_detection_train_loader, cfg)(cfg)
-    with pytest.raises(DataError, match=r"^/.*pipe\.png"):
-        next(iter(loader))
-
-
 @pytest.mark.parametrize("mask", [{"counts": b"!!"}, [[1, 2] * 4, [3]]])
 def test_annotations_that_do_not_go_with_an_image_are_named_with_it(cfg, dicts, mask):
     cfg.INPUT.MASK_FORMAT = "bitmask"
@@ -176,35 +162,6 @@ def test_the_loader_of_the_test_set_shares_its_dataset_too(cfg, dicts, coins, sh
     model = Trainer.build_model(cfg)
     Trainer.test(cfg, model)
     assert isinstance(loaders[0].dataset._dataset, SharedList) is shared
-
-
-def test_dev_shm_is_measured_before_the_start(cfg, dicts, log, monkeypatch):
-    """A container has 64 MB."""
-    cfg.DATALOADER.NUM_WORKERS = 8
-    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800,), 1333
-    status = namedtuple("status", ["f_bavail", "f_frsize"])
-    monkeypatch.setattr(os, "statvfs", lambda path: status(16384, 4096))
-    build = checked_loader(build_detection_train_loader, cfg)
-    build(cfg)
-    (warning,) = warnings(log)
-    # 8 workers x 2 images, a window of 2, and two groups of 2: 22 images of 3.2 MB.
-    assert "/dev/shm has 64 MB free, and the loader's workers may hold 67 MB" in warning
-    assert "docker run --shm-size=134m" in warning
-    assert warning.endswith("or set DATALOADER.NUM_WORKERS 7")
-    log.clear()
-    cfg.DATALOADER.NUM_WORKERS = 7
-    build(cfg)
-    assert warnings(log) == []
-
-
-def test_bit_masks_take_room_in_shared_memory(cfg):
-    summary = Summary(num_images=10, num_objects=70, most_objects=30)
-    polygons = shm_bytes(cfg, summary, 1, 2)
-    cfg.INPUT.MASK_FORMAT = "bitmask"
-    pixels, images = 64 * 128, 2 * 2 + 2 + 4
-    assert polygons == pixels * 3 * images
-    assert shm_bytes(cfg, summary, 1, 2) == polygons + pixels * (7 * images + 30)
-    assert shm_bytes(cfg, summary, 1, 0) == 0
 
 
 def test_a_name_without_a_module_is_no_problem(monkeypatch):

@@ -1,0 +1,275 @@
+# Copyright (c) the d2_memfit developers.
+"""What decides the largest batch of datasets: read from their files, or assumed by their names.
+
+The largest numbers of objects are rarely published, so some numbers here are guesses and marked as
+such. A crowded image is taken to have 9 times the objects of a mean one, as in COCO. COCO has a
+mean of 7 and at most 63 (DETR paper, arXiv:2005.12872, section 4).
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+from typing import Any, Optional
+
+import numpy as np
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.detection_utils import read_image
+from detectron2.utils.file_io import PathManager
+
+from ..common.files import is_file
+from ..common.side_work import alone, no_information, unchanged_random_state
+from ..data.images import size_of_image
+from .dicts import Size, dict_of, invented_dict, num_instances_of
+
+__all__ = ["ANY_SIZE", "Statistics", "assumed_statistics", "statistics_of"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_INSTANCES = 100  # if nothing is known; COCO's most crowded training image has 93
+ANY_SIZE = (800, 1333)  # of an image, where nothing depends on it
+_CROWDED = 9  # times the mean; a guess but for COCO
+_MOST_CROWDED = 256  # images whose objects are counted
+_MEAN_CLASSES = 10.5  # in a label image of ADE20K, arXiv:1608.05442; others are not published
+_MOST_CLASSES = 42  # 4 times the mean, a guess (docs/HOW_ACCURATE.md)
+_MOST_HEADERS = 10_000  # image files whose sizes are read: some 3 s on a local disk
+_MOST_LABELS = 100  # label images that are read: 5 CPU s for the 2 megapixels of Cityscapes
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What decides the largest batch of some datasets.
+
+    Attributes:
+        sizes: sizes of all images; none if they are unknown.
+        instances_per_image: annotated objects of each image that has any, the largest first.
+            Without objects, the classes in each label image. If they are assumed, only those of the
+            most crowded images.
+        most_crowded: dataset dict of the most crowded image.
+        mean_instances: mean of ``instances_per_image``.
+        labels: values of a label image with the most classes, if there are no objects.
+        is_guess: whether ``instances_per_image`` is a guess.
+        missing: what is assumed in place of datasets that cannot be read; "" for others.
+        lines: other assumptions.
+        largest: a size that no image exceeds; None if it is unknown.
+    """
+
+    sizes: frozenset[Size]
+    instances_per_image: tuple[int, ...]
+    most_crowded: dict[str, Any]
+    mean_instances: float
+    labels: tuple[int, ...] = ()
+    is_guess: bool = False
+    missing: str = ""
+    lines: tuple[str, ...] = ()
+    largest: Optional[Size] = None
+
+    @property
+    def num_instances(self) -> int:
+        """Objects of the most crowded image."""
+        return self.instances_per_image[0]
+
+    def num_in_batch(self, index: int) -> int:
+        """Most objects in an image of a batch, next to ``index`` images with at least as many.
+
+        A dataset with fewer images than the batch starts over.
+        """
+        return self.instances_per_image[index % len(self.instances_per_image)]
+
+    def with_instances(self, num: int) -> "Statistics":
+        """The same datasets with another number of objects in the most crowded image."""
+        labels, crowded = self.labels, self.most_crowded
+        if labels:
+            labels = (*labels, *(i for i in range(num) if i not in labels))[:num]
+        else:
+            crowded = dict_of(crowded, (crowded["height"], crowded["width"]), num)
+        return replace(
+            self, labels=labels, most_crowded=crowded, instances_per_image=(num,), is_guess=False
+        )
+
+
+@dataclass(frozen=True)
+class _Known:
+    """Published numbers of a dataset.
+
+    Attributes:
+        most, mean: objects in the most crowded image, at most, and in the mean.
+        is_guess: whether ``most`` is a guess.
+        largest: height and width, in pixels, that no image exceeds.
+        has_one_size: whether all images have that size.
+    """
+
+    title: str
+    most: int
+    mean: float
+    is_guess: bool
+    source: str
+    largest: Optional[Size] = None
+    has_one_size: bool = False
+
+
+# By the start of Detectron2's name. COCO's longer side has 640 pixels at most (cocodataset.org),
+# VOC's 500 (the development kit).
+_KNOWN = {
+    "coco": _Known("COCO", 100, 7, False, "arXiv:2005.12872 counts 63 at most", (640, 640)),
+    # LVIS v1 has 1,270,141 objects in 100,170 images (lvisdataset.org). With 775 in an image,
+    # mask_rcnn_vitdet_b_100ep takes the 14.4 GB that ViTDet's README publishes for it.
+    "lvis": _Known(
+        "LVIS", 775, 12.7, True, "the first is a guess, by a published run's memory", (640, 640)
+    ),
+    # Table 2 of the paper, fine annotations: 7.0 humans and 11.8 vehicles in an image.
+    "cityscapes": _Known(
+        "Cityscapes", 170, 18.8, True, "9 times arXiv:1604.01685 is a guess", (1024, 2048), True
+    ),
+    # VOC2012 has 27,450 objects in 11,530 images (host.robots.ox.ac.uk/pascal/VOC/voc2012).
+    "voc": _Known("PASCAL VOC", 100, 2.4, True, "as many at most as COCO is a guess", (500, 500)),
+    # arXiv:1805.00123. Dataset Ninja counts 468 boxes at most in a training image, and 377 heads
+    # (github.com/dataset-ninja/crowdhuman, stats/classes_per_image.json).
+    "crowdhuman": _Known("CrowdHuman", 468, 22.6, False, "with ignored regions, Dataset Ninja"),
+    # 343,205 objects in 6,471 training images. The most crowded one has 902 and 12 ignored regions
+    # (github.com/dataset-ninja/vis-drone-2019-det).
+    "visdrone": _Known(
+        "VisDrone", 914, 53, False, "with ignored regions, Dataset Ninja", (1500, 2000)
+    ),
+    "ade20k": _Known("ADE20K", 180, 19.5, True, "9 times arXiv:1608.05442 is a guess"),
+}
+
+
+_UNKNOWN = _Known("", DEFAULT_INSTANCES, 7, True, "")
+
+
+def _known(names: Sequence[str]) -> _Known:
+    """The most crowded of some datasets."""
+    prefixes = [name.removeprefix("keypoints_").partition("_")[0] for name in names]
+    known = [_KNOWN.get(prefix, _UNKNOWN) for prefix in prefixes]
+    return _UNKNOWN if _UNKNOWN in known else max(known, key=lambda k: k.most, default=_UNKNOWN)
+
+
+def assumed_statistics(
+    names: Sequence[str], with_labels: bool = False, mean_instances: Optional[float] = None
+) -> Statistics:
+    """Statistics to assume of datasets that cannot be read.
+
+    Args:
+        with_labels: as for :func:`~.dicts.invented_dict`.
+        mean_instances: the mean number of objects in an image, if somebody has counted them.
+    """
+    known, name = _known(names), (*names, "")[0]
+    if mean_instances is not None and known is _UNKNOWN:
+        most, source = math.ceil(_CROWDED * mean_instances), f"{_CROWDED} times that is a guess"
+        known = _Known("this dataset", most, mean_instances, True, source)
+    crowded = invented_dict(ANY_SIZE, known.most, name, with_labels)
+    # An exponential tail with the mean is assumed: the i-th most crowded image has mean x log(i)
+    # objects less than the first. For COCO this is an upper limit: 99% of its images have 33
+    # objects at most, and this gives 50 there (github.com/Lextal/SotA-CV).
+    numbers = [round(known.most - known.mean * math.log(i)) for i in range(1, _MOST_CROWDED + 1)]
+    missing = (
+        f"{known.most} instances at most, as {known.title} may have ({known.mean:.3g} in the mean; "
+        f"{known.source})"
+    )
+    statistics = Statistics(
+        sizes=frozenset([known.largest] if known.largest and known.has_one_size else ()),
+        instances_per_image=tuple(numbers),
+        most_crowded=crowded,
+        mean_instances=known.mean,
+        is_guess=known.is_guess,
+        missing=missing,
+        largest=known.largest,
+    )
+    if "annotations" not in crowded and "segments_info" not in crowded:
+        num_all = len(MetadataCatalog.get(name).get("stuff_classes", ())) or DEFAULT_INSTANCES
+        num = min(num_all, _MOST_CLASSES)
+        missing = (
+            f"{num} of {num_all} classes in each label image, a guess (ADE20K has {_MEAN_CLASSES} "
+            "in the mean; arXiv:1608.05442)"
+        )
+        statistics = replace(statistics, mean_instances=_MEAN_CLASSES, labels=tuple(range(num)))
+    elif known is _UNKNOWN:
+        num, missing = known.most, f"{known.most} instances at most, a guess"
+    else:
+        return statistics
+    return replace(statistics, instances_per_image=(num,), missing=missing, is_guess=True)
+
+
+def statistics_of(names: Sequence[str]) -> Optional[Statistics]:
+    """Statistics of some datasets; None if one of them cannot be read."""
+    each = [_statistics_of_one(name) if name in DatasetCatalog else None for name in names]
+    found = [statistics for statistics in each if statistics is not None]
+    if not found or len(found) < len(each):
+        return None
+    numbers = sorted((num for one in found for num in one.instances_per_image), reverse=True)
+    sizes = frozenset().union(*(one.sizes for one in found))
+    return replace(
+        max(found, key=lambda one: one.num_instances),
+        instances_per_image=tuple(numbers),
+        mean_instances=mean(numbers),
+        sizes=sizes,
+        largest=max(sizes, key=math.prod),
+        is_guess=any(one.is_guess for one in found),
+        lines=sum((one.lines for one in found), ()),
+    )
+
+
+# Statistics by name and the function registered then: reading COCO takes 20 seconds.
+_read: dict[tuple[str, Callable[..., Any]], Statistics] = {}
+
+
+def _statistics_of_one(name: str) -> Optional[Statistics]:
+    metadata = MetadataCatalog.get(name)
+    json_file = metadata.get("panoptic_json", metadata.get("json_file"))
+    if json_file and not is_file(json_file):  # loading could download it
+        return None
+    load = DatasetCatalog[name]
+    with alone(), no_information(), unchanged_random_state():
+        try:
+            if (name, load) not in _read:
+                _read[name, load] = _statistics_of_dicts(name, load())
+            return _read[name, load]
+        except Exception as e:  # any file, package or check of a dataset may fail
+            logger.info("The dataset %s cannot be read: %s: %s", name, type(e).__name__, e)
+    return None
+
+
+def _statistics_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> Statistics:
+    nums = [num_instances_of(d) for d in dicts]
+    crowded = dicts[nums.index(max(nums))]
+    height, width = _size_of(crowded)
+    crowded = {**crowded, "height": height, "width": width}
+    numbers, lines = sorted(filter(None, nums), reverse=True) or [1], []
+    labels: tuple[int, ...] = ()
+    step = 1
+    if any("height" not in d for d in dicts):  # of label images, or of segments
+        step = -(-len(dicts) // _MOST_HEADERS)
+    if step > 1:
+        lines.append(f"no image of {name} is larger than one in {step} of them")
+    sizes = frozenset(_size_of(d) for d in (crowded, *dicts[::step]))
+    files = [d["sem_seg_file_name"] for d in dicts if "sem_seg_file_name" in d]
+    is_guess = False
+    if files and not {"annotations", "segments_info"} & crowded.keys():
+        read = files[:: -(-len(files) // _MOST_LABELS)]
+        found = sorted((_labels_in(file, name) for file in read), key=len, reverse=True)
+        labels, numbers = found[0], [max(len(values), 1) for values in found]
+        is_guess = len(read) < len(files)
+    if is_guess:
+        lines.append(
+            f"no label image of {name} has more classes than {len(read)} of {len(files)}: "
+            f"{len(labels)}, a guess"
+        )
+    return Statistics(
+        sizes, tuple(numbers), crowded, mean(numbers), labels, is_guess, lines=tuple(lines)
+    )
+
+
+def _labels_in(file: str, name: str) -> tuple[int, ...]:
+    """The classes in a label image of a dataset."""
+    values = np.unique(read_image(file))
+    return tuple(values[values != MetadataCatalog.get(name).get("ignore_label", 255)].tolist())
+
+
+def _size_of(d: dict[str, Any]) -> Size:
+    """Height and width of a dataset dict's image, or those that its file has for Detectron2."""
+    if "height" in d and "width" in d:
+        return d["height"], d["width"]
+    width, height = size_of_image(PathManager.get_local_path(d["file_name"]))
+    return height, width

@@ -1,0 +1,294 @@
+# Copyright (c) the d2_memfit developers.
+"""The mapper of a job's loader, and empty image files of any size for it."""
+
+import copy
+import math
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from detectron2.data import DatasetCatalog, build, common, detection_utils
+from detectron2.data.transforms import (
+    ExtentTransform,
+    ResizeShortestEdge,
+    ResizeTransform,
+    RotationTransform,
+    Transform,
+)
+from detectron2.structures import BoxMode
+from numpy.lib.stride_tricks import as_strided
+from PIL import Image
+
+from ..common.patching import modules_with, replaced_together
+from ..common.side_work import alone, no_information, unchanged_random_state
+from ..errors import ConfigError
+from .datasets import statistics_of
+from .dicts import Size, boxes_anywhere, dict_of, invented_dict, num_instances_of
+from .parts import Parts
+
+__all__ = ["CapturedLoader", "EmptyFiles", "capture_loader", "empty_files", "readable_loader"]
+
+_NUM_DICTS = 1000  # enough for samplers that take a share
+_NUM_PROPOSALS = 5000  # per image, if their file is missing; mappers keep fewer
+_TILE = 8  # pixels of a label's tile, at most
+_TIMES = 4  # that an image has each label, at least, unless it has too few pixels
+_GOLDEN = 0.618  # its multiples are spread evenly
+
+
+@dataclass
+class CapturedLoader:
+    """What was captured while a loader was made.
+
+    Attributes:
+        mappers: the mappers of its ``MapDataset`` objects, in the order of creation.
+        names: names of the requested datasets.
+        first: the first dict for a mapper, with what the loader adds, such as its source.
+    """
+
+    mappers: list[Callable[..., Any]] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    first: dict[str, Any] = field(default_factory=dict)
+
+    def dict_of(self, d: dict[str, Any], size: Size, num: Optional[int] = None) -> dict[str, Any]:
+        """A dict for the mappers, with another size and number of objects."""
+        return {**self.first, **dict_of(d, size, num)}
+
+
+def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) -> CapturedLoader:
+    """Make a loader without reading anything. Its datasets may be missing.
+
+    Args:
+        with_labels: as for :func:`~.dicts.invented_dict`.
+    """
+    captured = CapturedLoader()
+
+    def note_mapper(init: Callable[..., None]) -> Callable[..., None]:
+        def noting_init(self: Any, dataset: Any, map_func: Callable[..., Any]) -> None:
+            captured.mappers.append(map_func)
+            is_list = isinstance(dataset, (list, common.DatasetFromList))
+            if is_list and len(dataset) and isinstance(dataset[0], dict):
+                captured.first = dataset[0]
+            init(self, dataset, map_func)
+
+        return noting_init
+
+    def get_one_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+        is_inner = False
+
+        def get(self: Any, name: str) -> list[dict[str, Any]]:
+            nonlocal is_inner
+            if is_inner:  # another dataset is made of it
+                return original(self, name)
+            captured.names.append(name)
+            is_inner = True
+            try:
+                statistics = statistics_of([name])
+            finally:
+                is_inner = False
+            if statistics is None:
+                return [invented_dict((480, 640), 2, name, with_labels)] * _NUM_DICTS
+            d = statistics.most_crowded
+            num = None if num_instances_of(d) else 1  # loaders leave out what has none
+            return [dict_of(d, (d["height"], d["width"]), num)] * _NUM_DICTS
+
+        return get
+
+    def add_proposals(_: Callable[..., Any]) -> Callable[..., Any]:
+        proposals = {
+            "proposal_boxes": boxes_anywhere(_NUM_PROPOSALS, (32, 32), seed=1),  # in any image
+            "proposal_objectness_logits": np.zeros(_NUM_PROPOSALS),
+            "proposal_bbox_mode": BoxMode.XYXY_ABS,
+        }
+        return lambda dicts, file: [{**d, **proposals} for d in dicts]
+
+    maps = [getattr(common, n) for n in ("MapDataset", "_MapIterableDataset") if hasattr(common, n)]
+    # A loader has its mapper, and the names of its datasets, only while it is made.
+    groups: list[tuple[list[Any], dict[str, Any]]] = [
+        (maps, {"__init__": note_mapper}),
+        ([type(DatasetCatalog)], {"get": get_one_dict}),
+        ([build], {"load_proposals_into_dataset": add_proposals}),
+    ]
+    with (
+        alone(),
+        unchanged_random_state(),
+        no_information(),
+        replaced_together(groups),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # warnings of workers, which do not start
+        make_loader()
+    return captured
+
+
+class EmptyFiles:
+    """Image files without pixels, in memory until a mapper reads them with another function.
+
+    Args:
+        labels: values of label images.
+        folder: for the files.
+
+    Attributes:
+        resizes: the largest lengths of the shorter side, and the limits of the longer side, that
+            ``ResizeShortestEdge`` had.
+    """
+
+    def __init__(self, labels: Sequence[int], folder: str) -> None:
+        self._labels = labels
+        self._folder = folder
+        self._images: dict[str, Any] = {}
+        self._exist = False
+        self.resizes: set[Size] = set()
+
+    def run(self, map_func: Callable[..., Any], d: dict[str, Any], seed: int) -> Any:
+        """The result of a mapper for a dict, with the random numbers of a seed."""
+        if not self._exist:
+            with suppress(Exception):
+                data = map_func(self._named(d, seed))
+                if data is not None:
+                    return data
+            self._exist = True  # the mapper may read them with a function of its own
+        return map_func(self._named(d, seed))
+
+    def _named(self, d: dict[str, Any], seed: int) -> dict[str, Any]:
+        """A dict with the names of empty files in place of its own."""
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        d = copy.deepcopy(d)
+        colors = [[s["id"] // 256**n % 256 for n in range(3)] for s in d.get("segments_info", ())]
+        for key in {"file_name", "sem_seg_file_name", "pan_seg_file_name"} & d.keys():
+            name = f"{key}_{d['height']}x{d['width']}_{len(colors)}.png"
+            d[key] = path = os.path.join(self._folder, name)
+            if path not in self._images and key == "file_name":
+                self._images[path] = _empty((d["height"], d["width"], 3))
+            elif path not in self._images:
+                values = self._labels if key == "sem_seg_file_name" else colors or [[0, 0, 0]]
+                self._images[path] = tiles((d["height"], d["width"]), values)
+            if self._exist and not os.path.exists(path):
+                pixels = np.ascontiguousarray(self._images[path])
+                Image.fromarray(pixels).save(path, compress_level=1)
+        return d
+
+    def read(self, name: str, format: Optional[str]) -> Optional[Any]:
+        """An image, like Detectron2's ``read_image``; None for another file."""
+        image = self._images.get(name)
+        if image is None or format != "L":
+            return image
+        return image[..., None] if image.ndim == 2 else image[..., :1]
+
+
+def _empty(shape: tuple[int, ...], dtype: Any = np.uint8) -> Any:
+    """An image whose pixels are all the same number in memory."""
+    return as_strided(np.zeros(1, dtype), shape, (0,) * len(shape))
+
+
+def tiles(size: Size, values: Sequence[Any]) -> Any:
+    """Make an image of small tiles, with all values in each part that a crop may take.
+
+    Args:
+        size: height and width in pixels.
+        values: values of tiles, numbers or colors, in turn; 0 if there are none.
+
+    Returns:
+        ndarray: [height, width], or [height, width, 3] for colors.
+    """
+    palette = np.asarray(values or [0])
+    palette = palette.astype(np.uint8 if palette.max() < 256 else np.uint16)
+    num = len(palette)
+    side = max(1, min(_TILE, math.isqrt(math.prod(size) // (_TIMES * num))))
+    rows, columns = (np.arange(-(-length // side)) for length in size)
+    # Rows begin far from each other, so that a few of them have all values.
+    image = palette[(columns + round(_GOLDEN * num) * rows[:, None]) % num]
+    return image.repeat(side, axis=0).repeat(side, axis=1)[: size[0], : size[1]]
+
+
+# Height and width of an image after a transform that takes long.
+_SIZE_AFTER: dict[Any, Callable[[Any], Size]] = {
+    ExtentTransform: lambda t: t.output_size,
+    ResizeTransform: lambda t: (t.new_h, t.new_w),
+    RotationTransform: lambda t: (t.bound_h, t.bound_w),
+}
+
+
+@contextmanager
+def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
+    """While open, mappers can be run on the yielded files.
+
+    Detectron2's ``read_image`` knows them, its transforms resize them without computing, and
+    ``ResizeShortestEdge``, or a project's copy of that class, uses the length that makes the
+    largest image. Nothing is logged, and the job's random numbers are not drawn.
+
+    Args:
+        labels: values of label images.
+    """
+
+    def read_empty(original: Callable[..., Any]) -> Callable[..., Any]:
+        def read_image(file_name: str, format: Optional[str] = None) -> Any:
+            image = files.read(file_name, format)
+            return original(file_name, format) if image is None else image
+
+        return read_image
+
+    def resize_empty(size: Callable[[Any], Size], apply_image: Callable[..., Any]) -> Any:
+        def apply(self: Any, img: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(img.strides) and img.any():
+                return apply_image(self, img, *args, **kwargs)
+            return _empty((*size(self), *img.shape[2:]), img.dtype)
+
+        return apply
+
+    def take_largest(get_transform: Callable[..., Transform]) -> Callable[..., Transform]:
+        def get_largest_transform(self: Any, image: Any) -> Transform:
+            size, limit = image.shape[:2], int(min(self.max_size, 10**6))
+            lengths = self.short_edge_length
+            longest = max(lengths, key=lambda length: math.prod(resized(size, length, limit)))
+            files.resizes.add((longest, limit))
+            fixed = copy.copy(self)
+            fixed.short_edge_length = [longest] * 2
+            return get_transform(fixed, image)
+
+        return get_largest_transform
+
+    readers = [m for m, f in modules_with("read_image") if f is detection_utils.read_image]
+    # Mappers make and call their augmentations themselves, with lengths that are drawn at random.
+    resizes = {c for _, c in modules_with("ResizeShortestEdge") if isinstance(c, type)}
+    replaced: list[tuple[list[Any], dict[str, Any]]] = [
+        (readers, {"read_image": read_empty}),
+        ([c for c in resizes if "get_transform" in vars(c)], {"get_transform": take_largest}),
+        *(([c], {"apply_image": partial(resize_empty, size)}) for c, size in _SIZE_AFTER.items()),
+    ]
+    with (
+        TemporaryDirectory() as folder,
+        alone(),
+        no_information(),
+        unchanged_random_state(),
+        replaced_together(replaced),
+    ):
+        files = EmptyFiles(labels, folder)
+        yield files
+
+
+def resized(size: Size, short: int, long: int) -> Size:
+    """Resize like ``ResizeShortestEdge``; a shorter side of 0 keeps the size."""
+    return size if short == 0 else ResizeShortestEdge.get_output_shape(*size, short, long)
+
+
+def readable_loader(parts: Parts) -> CapturedLoader:
+    """The captured training loader of parts whose dataset is on this machine.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    loader = capture_loader(parts.build_train_loader)
+    names = ", ".join(loader.names)
+    if not names or not loader.mappers or statistics_of(loader.names) is None:
+        raise ConfigError(f"the training dataset {names or 'without a name'} cannot be read")
+    return loader
