@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from .modules import find_modules
 from .registry import TECHNIQUES, ModulesTechnique, PositiveIntTechnique
 
-__all__: list[str] = []  # they are found by their names
+__all__ = ["FrozenModules", "LowRankAdapters"]
 
 _BACKBONE = "backbone"
 # Parts with pretrained weights in Detectron2's FPN, in its ViTDet, and in models of transformers.

@@ -117,12 +117,12 @@ class MaskBits(torch.Tensor):
         masks = torch.zeros(
             self.rows.numel(), *self.shape[-2:], dtype=self.dtype, device=self.device
         )
-        for positions, block, rows in self._by_block():
+        for positions, block, rows in self.by_block():
             found = _pixels(block[rows])[:, : masks.shape[1], : masks.shape[2]]
             masks[positions, : found.shape[1], : found.shape[2]] = found.to(self.dtype)
         return masks.view(self.shape)
 
-    def _by_block(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def by_block(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Each block, with positions of its masks in the flat tensor, and their rows in it."""
         first = 0
         for block in self.blocks:
@@ -151,7 +151,7 @@ class MaskBits(torch.Tensor):
             lines = _next_to(y, height, block.shape[1], nearest)
             return list(product(lines, _next_to(x, width, 8 * block.shape[2], nearest)))
 
-        for positions, block, rows in self._by_block():
+        for positions, block, rows in self.by_block():
             shared = pixels_at(grid[:1], block) if are_same else None
             for part in _parts(len(rows), grid.shape[1] * _BYTES_OF_POINT):
                 of_part = shared or pixels_at(grid[positions[part]], block)

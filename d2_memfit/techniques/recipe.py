@@ -12,7 +12,14 @@ from ..common.checks import value_of
 from ..data.sizes import shorter_sides
 from .registry import TECHNIQUES, Technique
 
-__all__: list[str] = []  # they are found by their names
+__all__ = [
+    "FewerDetections",
+    "MoreFrozenStages",
+    "OneImageSize",
+    "PolygonMasks",
+    "SmallerImages",
+    "SmallerRoiBatch",
+]
 
 
 class _Recipe(Technique):

@@ -40,7 +40,7 @@ ROWS: dict[str, tuple[str, list[Any]]] = {
     "float32": (SEG, ["SOLVER.AMP.ENABLED", False]),
     "bfloat16": (SEG, ["MEMFIT.AMP_DTYPE", "bfloat16"]),
     "checkpointing": (SEG, ["MEMFIT.CHECKPOINT.MODULES", BLOCKS]),
-    "criterion in chunks": (SEG, ["MEMFIT.CRITERION.CHUNK_SIZE", 512]),
+    "masks as bits": (SEG, ["MEMFIT.MASKS.PACKED", True]),
     "8 workers": (SEG, ["DATALOADER.NUM_WORKERS", 8]),
     "without EMA": (SEG, ["TRANSFORMERS.EMA_DECAY", 0.0]),
     "one group of queries": (SEG, ["TRANSFORMERS.OPTIONS", [["group_detr", 1]]]),
