@@ -267,7 +267,7 @@ class Job:
     def ranks(self) -> int:
         return self.settings.ranks
 
-    @cached_property
+    @property
     def geometry(self) -> BatchGeometry:
         """Numbers of images in an iteration."""
         cfg, per_batch = self.cfg, self.cfg.SOLVER.IMS_PER_BATCH // self.ranks

@@ -153,7 +153,7 @@ def test_what_is_parsed_has_types_and_is_made_once():
     assert (job.geometry.images_per_batch, job.geometry.window) == (2, 6)
     assert job.recovery.last_resort == "skip"
     assert list(job.normalizers.losses[1]) == ["loss_total", "sum"]
-    assert job.geometry is job.geometry
+    assert job.with_settings({"MEMFIT.MICRO_BATCH": 1}).geometry.largest_micro_batch == 1
     assert not cfg.is_frozen()
     other = job.with_settings({"MEMFIT.OOM.POLICY": "raise"})
     assert (other.recovery, job.recovery.last_resort) == (None, "skip")
