@@ -20,8 +20,7 @@ from ..common.files import is_config_dump, is_local, whole_file
 from ..config.keys import default_keys
 from ..config.load import without_memfit_keys
 from ..errors import CheckpointError, ConfigError, RankError, one_line
-from ..job import Job, checked_loader
-from ..job.parts import TrainerParts
+from ..job import Job, TrainerParts, checked_loader
 from ..memory import enforce_budget
 from ..techniques import apply_techniques, techniques_on
 from .checkpoint import MemfitCheckpointer, checkpointers_of

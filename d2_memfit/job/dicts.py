@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Dataset dicts of any size and number of objects."""
 
-import copy
 from typing import Any, Optional
 
 import numpy as np
@@ -34,12 +33,12 @@ def num_instances_of(d: dict[str, Any]) -> int:
 
 
 def dict_of(d: dict[str, Any], size: Size, num: Optional[int] = None) -> dict[str, Any]:
-    """Copy a dataset dict as if its image had another size, with boxes and masks anywhere in it.
+    """A dataset dict as if its image had another size, with boxes and masks anywhere in it.
 
     Args:
         num: number of objects or segments, if it is another. The dict's own objects are repeated.
     """
-    made = {"file_name": "", **copy.deepcopy(d), "height": size[0], "width": size[1]}
+    made = {"file_name": "", **d, "height": size[0], "width": size[1]}
     if "annotations" in d:
         own = [a for a in d["annotations"] if not a.get("iscrowd", 0)]
         boxes = boxes_anywhere(len(own) if num is None else num, size).tolist()
@@ -53,7 +52,7 @@ def dict_of(d: dict[str, Any], size: Size, num: Optional[int] = None) -> dict[st
 def _moved(annotation: dict[str, Any], box: list[float], size: Size) -> dict[str, Any]:
     """An annotation with another box [x0, y0, x1, y1]."""
     x0, y0, x1, y1 = box
-    moved = copy.deepcopy(annotation if "bbox" in annotation else _INVENTED)
+    moved = dict(annotation if "bbox" in annotation else _INVENTED)
     polygons = [[x0, y0, x1, y0, x1, y1, x0, y1]]
     if isinstance(moved.get("segmentation"), dict):  # a run-length code
         moved["segmentation"] = coco_mask.merge(coco_mask.frPyObjects(polygons, *size))

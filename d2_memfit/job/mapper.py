@@ -9,20 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, Optional
 
 import numpy as np
 import torch
 from detectron2.data import DatasetCatalog, build, common, detection_utils
-from detectron2.data.transforms import (
-    ExtentTransform,
-    ResizeShortestEdge,
-    ResizeTransform,
-    RotationTransform,
-    Transform,
-)
+from detectron2.data.transforms import ResizeShortestEdge, ResizeTransform, Transform
 from detectron2.structures import BoxMode
 from numpy.lib.stride_tricks import as_strided
 from PIL import Image
@@ -210,19 +203,11 @@ def tiles(size: Size, values: Sequence[Any]) -> Any:
     return image.repeat(side, axis=0).repeat(side, axis=1)[: size[0], : size[1]]
 
 
-# Height and width of an image after a transform that takes long.
-_SIZE_AFTER: dict[Any, Callable[[Any], Size]] = {
-    ExtentTransform: lambda t: t.output_size,
-    ResizeTransform: lambda t: (t.new_h, t.new_w),
-    RotationTransform: lambda t: (t.bound_h, t.bound_w),
-}
-
-
 @contextmanager
 def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
     """While open, mappers can be run on the yielded files.
 
-    Detectron2's ``read_image`` knows them, its transforms resize them without computing, and
+    Detectron2's ``read_image`` knows them, ``ResizeTransform`` resizes them without computing, and
     ``ResizeShortestEdge``, or a project's copy of that class, uses the length that makes the
     largest image. Nothing is logged, and the job's random numbers are not drawn.
 
@@ -237,11 +222,11 @@ def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
 
         return read_image
 
-    def resize_empty(size: Callable[[Any], Size], apply_image: Callable[..., Any]) -> Any:
+    def resize_empty(apply_image: Callable[..., Any]) -> Callable[..., Any]:
         def apply(self: Any, img: Any, *args: Any, **kwargs: Any) -> Any:
             if any(img.strides) and img.any():
                 return apply_image(self, img, *args, **kwargs)
-            return _empty((*size(self), *img.shape[2:]), img.dtype)
+            return _empty((self.new_h, self.new_w, *img.shape[2:]), img.dtype)
 
         return apply
 
@@ -263,7 +248,7 @@ def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
     replaced: list[tuple[list[Any], dict[str, Any]]] = [
         (readers, {"read_image": read_empty}),
         ([c for c in resizes if "get_transform" in vars(c)], {"get_transform": take_largest}),
-        *(([c], {"apply_image": partial(resize_empty, size)}) for c, size in _SIZE_AFTER.items()),
+        ([ResizeTransform], {"apply_image": resize_empty}),
     ]
     with (
         TemporaryDirectory() as folder,

@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Jobs of trainers, of LazyConfigs and of pieces: what is planned is what is trained."""
 
-from dataclasses import replace
-
 import detectron2.data.transforms as T
 import pytest
 import torch
@@ -24,7 +22,6 @@ from d2_memfit.config.lazy import cfg_of_lazy, overrides_of
 from d2_memfit.engine.build import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase, size_of, with_overrides
-from d2_memfit.planner.writing import describe_estimate
 
 pytestmark = pytest.mark.slow
 
@@ -82,16 +79,6 @@ def test_making_a_batch_draws_no_random_numbers_of_the_job():
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_the_optimizer_of_the_trainer_is_estimated():
-    class WithAdamW(DefaultTrainer):
-        build_optimizer = AdamWTrainer.build_optimizer
-
-    cfg = tiny_cfg("faster_rcnn", fpn=False)
-    cfg.MODEL.DEVICE, cfg.DATASETS.TEST = "cpu", ()
-    e = estimate_memory(cfg, trainer=WithAdamW)
-    assert e.breakdown["optimizer"] > 1.9 * e.breakdown["parameters"]  # two moments, not one
-
-
 def test_methods_that_are_no_class_methods_are_an_error():
     class Wrong(DefaultTrainer):
         def build_optimizer(self, cfg, model):
@@ -141,33 +128,21 @@ def test_a_batch_can_be_given():
     batch = job.training_batch()
     assert [d["image"].shape for d in batch] == [images[i % 2]["image"].shape for i in range(3)]
     assert len({d["image"].data_ptr() for d in batch}) == 3
-    assert estimate_memory(cfg, batch=lambda: images).num_instances == len(images[0]["instances"])
+    made = Job.from_cfg(cfg, 1, batch=lambda: images)
+    assert made.batches.num_instances == len(images[0]["instances"])
     job = Job.from_cfg(cfg, 1, batch=([1, 2], [3, 4]))
     pairs = job.training_batch()
     assert pairs == ([1, 2, 1], [3, 4, 3])
     assert job.batches.num_instances is None
+    targets = [{"labels": torch.ones(num)} for num in (2, 5, 3)]
+    crowds = Job.from_cfg(cfg, 1, batch=([torch.ones(3, 8, 8)] * 3, targets))
+    assert crowds.batches.num_instances == 5
     columns = (torch.arange(6.0).view(2, 3), torch.tensor([3, 4]))  # as a loader of PyTorch has
     rows, labels = Job.from_cfg(cfg, 1, batch=columns).training_batch()
     assert rows.shape == (3, 3)
     assert labels.tolist() == [3, 4, 3]
     with pytest.raises(ConfigError, match="batch must be a list with an item for each image"):
         Job.from_cfg(cfg, 1, batch=7).training_batch()
-
-
-def test_objects_of_a_given_batch_are_those_of_its_most_crowded_image():
-    targets = [{"labels": torch.ones(num)} for num in (2, 5, 3)]
-    images = [torch.ones(3, 8, 8)] * 3
-    assert (
-        Job.from_cfg(
-            tiny_cfg("faster_rcnn", fpn=False), batch=(images, targets)
-        ).batches.num_instances
-        == 5
-    )
-    estimate = estimate_memory(tiny_cfg("faster_rcnn", fpn=False), device="cuda")
-    assert f"{estimate.num_instances} instances" in describe_estimate(estimate)
-    unknown = describe_estimate(replace(estimate, num_instances=None))
-    assert "pixels\n" in unknown
-    assert "instances in the most crowded" not in unknown
 
 
 def test_a_lazy_config_is_a_job_with_its_own_optimizer_mapper_and_batch():
@@ -188,13 +163,6 @@ def test_the_size_of_a_lazy_configs_images_can_be_chosen():
     assert len(image["instances"]) == 5
     (image,) = job.evaluation_batch()
     assert image["image"].shape[1:] == (48, 80)
-
-
-def test_a_lazy_config_is_estimated():
-    e = estimate_memory(lazy_config(), device="cuda")
-    assert e.evaluation_gb > 0
-    assert any("nobody_has_it cannot be read" in line for line in e.assumptions)
-    assert e.breakdown["optimizer"] >= 2 * e.breakdown["parameters"]  # AdamW's two moments
 
 
 def test_keys_of_a_lazy_config_have_their_places():
@@ -276,16 +244,6 @@ def test_a_step_of_the_projects_own_is_told(shape):
     ).parts.assumptions
     assert len(lines) == (shape == "own run_step")
     assert all("Trainer.run_step, which is the project's own, does" in line for line in lines)
-
-
-def test_an_estimate_tells_of_a_step_of_the_projects_own():
-    class Trainer(DefaultTrainer):
-        def run_step(self):
-            self.model(next(self._trainer._data_loader_iter))["loss"].backward()
-            self.optimizer.step()
-
-    estimate = estimate_memory(tiny_cfg("faster_rcnn", fpn=False), trainer=Trainer, evaluates=False)
-    assert "Assumed: Trainer.run_step" in describe_estimate(estimate)
 
 
 def test_a_job_has_its_ranks_and_its_keys_already():

@@ -17,12 +17,10 @@ from detectron2.data import transforms as T
 from detectron2.data.datasets import load_sem_seg
 from detectron2.engine import DefaultTrainer
 from detectron2.structures import BitMasks, Instances
-from torch import nn
 
-from d2_memfit import Job, estimate_memory, get_cfg
+from d2_memfit import Job, get_cfg
 from d2_memfit.job.datasets import statistics_of
 from d2_memfit.job.mapper import tiles
-from d2_memfit.planner.writing import describe_estimate
 
 pytestmark = pytest.mark.slow
 
@@ -56,25 +54,8 @@ class SemanticTrainer(DefaultTrainer):
         return build_detection_train_loader(cfg, mapper=mapper)
 
 
-class MaskModel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Conv2d(3, 1, 3, padding=1)
-
-    def forward(self, batch):
-        losses = [
-            (self.layer(d["image"].float()) * d["instances"].gt_masks.tensor.float()).mean()
-            for d in batch
-        ]
-        return {"loss": sum(losses)}
-
-
 class PanopticTrainer(DefaultTrainer):
     """With a mapper that makes a mask of each segment."""
-
-    @classmethod
-    def build_model(cls, cfg):
-        return MaskModel()
 
     @classmethod
     def build_train_loader(cls, cfg):
@@ -139,20 +120,6 @@ def test_sizes_and_classes_are_read_from_the_files(drawn):
     assert not statistics.is_guess
 
 
-def test_a_photograph_lies_as_detectron2_turns_it(tmp_path):
-    from PIL import Image
-
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (50, 40)).save(tmp_path / "a.jpg", exif=exif)
-    DatasetCatalog.register("turned_test", lambda: [{"file_name": str(tmp_path / "a.jpg")}])
-    try:
-        assert statistics_of(["turned_test"]).sizes == {(50, 40)}
-        assert detection_utils.read_image(str(tmp_path / "a.jpg")).shape == (50, 40, 3)
-    finally:
-        DatasetCatalog.remove("turned_test")
-
-
 def test_a_mapper_of_label_images_gets_an_image_with_all_classes_that_one_has(drawn):
     job = Job.from_trainer(SemanticTrainer, make_cfg(drawn), 1)
     batch = job.training_batch(2)
@@ -164,13 +131,6 @@ def test_a_mapper_of_label_images_gets_an_image_with_all_classes_that_one_has(dr
     assert job.batches.typical.num_instances == 4  # the mean of 6, 3 and 2
     told = Job.from_trainer(SemanticTrainer, make_cfg(drawn), 1, num_instances=8)
     assert len(told.training_batch(1)[0]["instances"]) == 8
-
-
-def test_a_job_of_label_images_on_disk_is_estimated(drawn):
-    estimate = estimate_memory(make_cfg(drawn), device="cpu", trainer=SemanticTrainer)
-    assert estimate.num_instances == 6
-    assert estimate.assumptions == estimate.at_least == ()
-    assert estimate.typical_gb == estimate.peak_allocated_gb  # this model sums over all pixels
 
 
 def test_of_many_label_images_a_hundred_are_read_and_that_is_said(drawn, monkeypatch):
@@ -210,27 +170,6 @@ def test_missing_label_images_have_the_classes_of_the_dataset_by_its_name(name, 
 
 
 @pytest.fixture
-def ade20k():
-    name = "ade20k_panoptic_train"  # that MaskFormer registers
-    MetadataCatalog.get(name).set(evaluator_type="ade20k_panoptic_seg")
-    yield name
-    MetadataCatalog.remove(name)
-
-
-def test_a_guess_gives_a_range_with_its_reason(ade20k):
-    cfg = make_cfg(ade20k)
-    estimate = estimate_memory(cfg, device="cpu", trainer=PanopticTrainer, image_size=(64, 96))
-    assert (estimate.num_instances, estimate.typical_instances) == (180, 20)
-    assert estimate.typical_gb < estimate.peak_allocated_gb
-    text = describe_estimate(estimate)
-    assert text.splitlines()[0].endswith(", 1 process")
-    low, high = estimate.range_gb
-    assert f"Range: {low:.2f} to {high:.2f} GB allocated in training" in text
-    assert f"Typical: {estimate.typical_gb:.2f} GB allocated, " in text
-    assert ", 20 instances in each\n" in text
-
-
-@pytest.fixture
 def panoptic(tmp_path):
     """One photograph with four segments, in the form of COCO's panoptic files, without sizes."""
     cv2.imwrite(str(tmp_path / "0.jpg"), np.zeros((90, 130, 3), np.uint8))
@@ -264,7 +203,7 @@ def test_a_dataset_with_annotations_and_label_images_keeps_both():
     assert image["sem_seg"].shape == image["image"].shape[1:]
 
 
-@pytest.mark.parametrize("num", [1, 2, 19, 150, 300])
+@pytest.mark.parametrize("num", [19, 300])
 def test_each_crop_of_tiles_has_all_values(num):
     image = tiles((512, 700), range(num))
     assert image.shape == (512, 700)

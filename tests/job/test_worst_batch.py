@@ -90,15 +90,12 @@ def test_without_a_dataset_images_have_any_shape_and_100_instances_and_it_is_sai
         ("nobody_has_it", 100, True),
     ],
 )
-def test_detectron2s_datasets_are_known_by_name_and_guesses_are_said(name, num, is_guess):
-    cfg = make_cfg(DATASETS__TRAIN=(name,), **SMALL)
-    job = Job.from_cfg(cfg, 1)
-    assert job.batches.num_instances == num
-    assert ("a guess" in job.batches.assumptions[0]) == is_guess
-    assert job.batches.is_guess == is_guess
-    told = Job.from_cfg(cfg, 1, num_instances=30)
-    assert told.batches.num_instances == 30
-    assert not told.batches.is_guess
+def test_datasets_are_known_by_name_and_guesses_are_said(name, num, is_guess):
+    statistics = assumed_statistics([name])
+    assert (statistics.num_instances, statistics.is_guess) == (num, is_guess)
+    assert ("a guess" in statistics.missing) == is_guess
+    told = statistics.with_instances(30)
+    assert (told.num_instances, told.is_guess) == (30, False)
 
 
 def test_where_all_images_of_a_dataset_have_one_size_it_is_taken():
@@ -162,12 +159,6 @@ def panorama():
     DatasetCatalog.remove("panorama_test")
 
 
-def test_images_of_one_group_are_padded_to_each_other(panorama):
-    cfg = make_cfg(DATASETS__TRAIN=(panorama,))
-    assert sizes(cfg, 2) == [(800, 1067), (444, 1333)]
-    assert sizes(cfg, 1) == [(800, 1067)]
-
-
 def test_a_micro_batch_of_one_has_the_largest_single_image(panorama):
     cfg = make_cfg(DATASETS__TRAIN=(panorama,), DATALOADER__ASPECT_RATIO_GROUPING=False)
     assert sizes(cfg, 2) == [(1333, 400), (444, 1333)]
@@ -198,14 +189,29 @@ def test_crops_come_before_resizing(dataset, kind, size, expected):
     assert sorted(found) == pytest.approx(sorted(expected), abs=16)
 
 
-@pytest.mark.parametrize("kind", ["absolute", "absolute_range"])
-def test_crops_of_images_that_are_not_there_are_as_large_as_they_can_be(kind):
-    cfg = make_cfg()
-    cfg.INPUT.CROP.ENABLED, cfg.INPUT.CROP.TYPE, cfg.INPUT.CROP.SIZE = True, kind, [300, 600]
-    short, long = sorted(sizes(cfg, 1)[0])
-    assert (short, long) == pytest.approx(
-        (667, 1333) if kind == "absolute" else (800, 1333), abs=16
+def test_where_crops_have_any_size_the_largest_of_200_is_taken_and_that_is_said(
+    dataset, monkeypatch
+):
+    mapped = []
+    call = DatasetMapper.__call__
+    monkeypatch.setattr(
+        DatasetMapper, "__call__", lambda *args: mapped.append(call(*args)) or mapped[-1]
     )
+    cfg = make_cfg(DATASETS__TRAIN=(dataset,))
+    assert Job.from_cfg(cfg, 1).batches.at_least == ()
+    assert len(mapped) < 20
+    mapped.clear()
+    cfg.INPUT.CROP.ENABLED, cfg.INPUT.CROP.TYPE = True, "relative_range"
+    job = Job.from_cfg(cfg, 1)
+    assert job.batches.at_least == (
+        "augmentations draw the sizes of images: the largest of 200 is taken",
+    )
+    assert len(mapped) == 201  # the first tells the lengths of the resize
+    most = max(d["image"][0].nelement() for d in mapped[1:])
+    (image,) = job.training_batch(1)
+    assert image["image"][0].nelement() > 0.95 * most  # padded to a multiple of 32 pixels
+    again = Job.from_cfg(cfg, 1).training_batch(1)
+    assert again[0]["image"].shape == image["image"].shape
 
 
 def test_images_in_their_own_size_need_a_dataset_or_their_size(dataset):
@@ -363,9 +369,8 @@ def test_images_have_what_the_loader_adds_to_its_dicts(dataset):
         assert [d["dataset_source"] for d in job.training_batch(2)] == [3, 3]
 
 
-@pytest.mark.parametrize("images", [[], ["a.png", "b.png"]])
-def test_a_loader_need_not_have_dicts(images):
-    loader = capture_loader(lambda: MapDataset(images, str.upper))
+def test_a_loader_need_not_have_dicts():
+    loader = capture_loader(lambda: MapDataset(["a.png", "b.png"], str.upper))
     assert (loader.mappers, loader.first) == ([str.upper], {})
 
 
@@ -375,19 +380,6 @@ def test_an_error_of_a_mapper_is_its_own():
 
     with pytest.raises(ValueError, match=r"not a photograph: file_name_\w+\.png"):
         Job.from_trainer(trainer_of(read), make_cfg(), 1).training_batch(1)
-
-
-def test_only_images_with_values_are_resized(monkeypatch):
-    resized = []
-    monkeypatch.setattr(ResizeTransform, "apply_image", lambda *args: resized.append(args))
-    transform = ResizeTransform(8, 6, 4, 3)
-    with empty_files():
-        for channels in (1, 3):
-            image = np.zeros((8, 6, channels), np.uint8)
-            assert transform.apply_image(image).shape == (4, 3, channels)
-        assert not resized
-        transform.apply_image(image + 1)
-    assert len(resized) == 1
 
 
 def test_a_run_length_code_gets_the_size_of_another_image():
@@ -402,8 +394,7 @@ def test_a_run_length_code_gets_the_size_of_another_image():
     )
 
 
-@pytest.mark.parametrize("shape", [(40, 60), (40, 60, 1), (40, 60, 3)])
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+@pytest.mark.parametrize(("shape", "dtype"), [((40, 60), np.float32), ((40, 60, 3), np.uint8)])
 def test_an_empty_image_gets_its_size_without_resizing(shape, dtype):
     resize = ResizeTransform(40, 60, 80, 120)
     image = np.zeros(shape, dtype)

@@ -1,0 +1,150 @@
+# Copyright (c) the d2_memfit developers.
+"""Batches with other numbers of objects, and images of other sizes."""
+
+import numpy as np
+import pytest
+import torch
+from detectron2.structures import (
+    BitMasks,
+    Boxes,
+    Instances,
+    Keypoints,
+    PolygonMasks,
+    RotatedBoxes,
+)
+from detectron2.utils.events import EventStorage
+from tiny import image, images, tiny_cfg, tiny_model
+
+from d2_memfit.job import (
+    Job,
+    mask_bytes_per_object,
+    objects_per_image,
+    resize_image,
+    with_objects,
+)
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimates import DryJob
+
+
+@pytest.mark.parametrize("num", [2, 8])
+def test_objects_are_repeated_in_all_fields(num):
+    boxes = torch.arange(12.0).reshape(3, 4)
+    instances = Instances(
+        (8, 8),
+        gt_boxes=Boxes(boxes),
+        gt_rotated=RotatedBoxes(torch.arange(15.0).reshape(3, 5)),
+        gt_classes=torch.arange(3),
+        gt_masks=PolygonMasks([[[i, 0.0, i, 1, i, 2]] for i in range(3)]),
+        gt_keypoints=Keypoints(torch.arange(9.0).reshape(3, 1, 3)),
+        names=["a", "b", "c"],
+    )
+    (image,) = with_objects([{"image": torch.zeros(3, 8, 8), "instances": instances}], num)
+    made = image["instances"]
+    index = [i % 3 for i in range(num)]
+    assert objects_per_image([image]) == [num]
+    assert made.gt_classes.tolist() == index
+    assert torch.equal(made.gt_boxes.tensor, boxes[index])
+    assert torch.equal(made.gt_keypoints.tensor, instances.gt_keypoints.tensor[index])
+    assert torch.equal(made.gt_rotated.tensor, instances.gt_rotated.tensor[index])
+    assert [polygons[0][0] for polygons in made.gt_masks.polygons] == index
+    assert made.names == ["abc"[i] for i in index]
+
+
+def test_repeated_masks_have_one_pixel():
+    batch = images(2, num_instances=3)
+    for d in batch:
+        d["instances"].remove("gt_keypoints")
+    assert mask_bytes_per_object(batch) == 2 * 64 * 64
+    made = with_objects(batch, 5)[1]["instances"].gt_masks.tensor
+    assert torch.equal(made[:3], batch[1]["instances"].gt_masks.tensor)
+    assert made[3:].sum((1, 2)).tolist() == [1, 1]
+    few = with_objects(batch, 2)[1]["instances"].gt_masks.tensor
+    assert torch.equal(few, batch[1]["instances"].gt_masks.tensor[:2])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(2, 3),
+        [{"image": torch.zeros(3, 8, 8)}],
+        [*images(1), *images(1, num_instances=0)],
+        [{"instances": [1, 2]}],
+    ],
+)
+def test_images_without_instances_have_no_number(batch):
+    assert objects_per_image(batch) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "mask_format"),
+    [("mask_rcnn", "bitmask"), ("retinanet", "polygon")],
+)
+def test_memory_is_that_of_as_many_objects_from_the_mapper(family, mask_format):
+    """But for what depends on where boxes are, such as the anchors on objects."""
+    cfg = tiny_cfg(family, fpn=family != "retinanet")
+    cfg.INPUT.MASK_FORMAT, cfg.SOLVER.IMS_PER_BATCH = mask_format, 2
+    few, many = (
+        DryJob(Job.from_cfg(cfg, 1, num_instances=num), DeviceModel.load("cuda"), evaluates=False)
+        for num in (20, 70)
+    )
+    assert objects_per_image(few.job.training_batch()) == [20, 20]
+    repeated = few.with_batch(with_objects(few.job.training_batch(), 70), {})
+    peaks = [job.training_use().allocated_bytes for job in (few, repeated, many)]
+    assert peaks[1] == pytest.approx(peaks[2], rel=0.01)
+    assert peaks[1] > 1.02 * peaks[0]
+
+
+def test_annotations_go_with_the_image():
+    original = image(0, size=100)
+    original["sem_seg"] = torch.arange(100 * 100).reshape(100, 100) % 5
+    smaller = resize_image(original, 0.5)
+    before, after = original["instances"], smaller["instances"]
+    assert smaller["image"].shape == (3, 50, 50)
+    assert smaller["image"].dtype == torch.uint8
+    assert after.image_size == (50, 50)
+    torch.testing.assert_close(after.gt_boxes.tensor, before.gt_boxes.tensor / 2)
+    torch.testing.assert_close(
+        after.gt_keypoints.tensor[..., :2], before.gt_keypoints.tensor[..., :2] / 2
+    )
+    assert torch.equal(after.gt_keypoints.tensor[..., 2], before.gt_keypoints.tensor[..., 2])
+    assert torch.equal(after.gt_classes, before.gt_classes)
+    assert after.gt_masks.tensor.shape == (3, 50, 50)
+    # Each mask still fills its box, up to a pixel at its sides.
+    boxes = after.gt_masks.get_bounding_boxes().tensor
+    assert (boxes - after.gt_boxes.tensor).abs().max() <= 1.5
+    assert set(smaller["sem_seg"].unique().tolist()) <= set(range(5))
+    assert smaller["sem_seg"].dtype == torch.int64
+    assert (smaller["height"], smaller["width"]) == (100, 100)
+
+
+def test_the_original_is_not_touched():
+    original = image(0)
+    boxes = original["instances"].gt_boxes.tensor.clone()
+    resize_image(original, 0.7)
+    assert original["image"].shape == (3, 64, 64)
+    assert torch.equal(original["instances"].gt_boxes.tensor, boxes)
+
+
+def test_height_and_width_are_scaled_by_what_they_became():
+    instances = Instances((10, 15))
+    instances.gt_boxes = Boxes(torch.tensor([[0.0, 0.0, 15.0, 10.0]]))
+    instances.gt_masks = PolygonMasks([[np.array([0.0, 0.0, 15.0, 0.0, 15.0, 10.0])]])
+    pixels = torch.zeros(3, 10, 15, dtype=torch.uint8)
+    smaller = resize_image({"image": pixels, "instances": instances}, 0.7)
+    height, width = smaller["image"].shape[1:]
+    assert (height, width) == (7, 10)
+    assert smaller["instances"].gt_boxes.tensor.tolist() == [[0, 0, 10, 7]]
+    np.testing.assert_allclose(smaller["instances"].gt_masks.polygons[0][0], [0, 0, 10, 0, 10, 7])
+
+
+def test_an_image_without_objects_can_be_resized():
+    empty = image(0, num_instances=0)
+    empty["instances"].gt_masks = BitMasks(torch.zeros(0, 64, 64, dtype=torch.bool))
+    assert resize_image(empty, 0.7)["instances"].gt_masks.tensor.shape == (0, 45, 45)
+
+
+def test_a_model_trains_on_it():
+    model = tiny_model(tiny_cfg("mask_rcnn"))
+    with EventStorage():
+        sum(model([resize_image(image(0), 0.49)]).values()).backward()
