@@ -12,7 +12,6 @@ from pathlib import Path
 
 from d2_memfit.common.checks import Check
 from d2_memfit.config.keys import KEYS, Key
-from d2_memfit.settings import lazy_name
 from d2_memfit.techniques import TECHNIQUES
 
 CONFIG_MD = Path(__file__).resolve().parents[1] / "docs" / "CONFIG.md"
@@ -61,9 +60,10 @@ The error of a config lists everything that is wrong before a model is built: a 
 with its value and what to do. NaN and infinity are refused in every key, also in Detectron2's.
 
 `python tools/make_config_reference.py` writes this page from the table in
-[keys.py](../d2_memfit/config/keys.py) and the docstrings of the
-[techniques](../d2_memfit/techniques). [TECHNIQUES.md](TECHNIQUES.md) says what each technique saves
-and costs.
+[keys.py](../d2_memfit/config/keys.py) and the docstrings of the techniques. A key that ends with
+(*exact*), (*precision*) or (*recipe*) turns on a technique of this tier:
+[TECHNIQUES.md](TECHNIQUES.md) says what it saves and costs.
+
 """
 
 
@@ -73,7 +73,7 @@ def keys() -> Iterator[Key]:
     for _, technique in sorted(TECHNIQUES, key=lambda item: getattr(item[1], "key", "")):
         if hasattr(technique, "key"):
             text = (inspect.getdoc(technique) or "").partition("\n\nKey: ")[2].partition("\n\n")[0]
-            text = f"{' '.join(text.split())} Tier: {technique.tier}."
+            text = f"{' '.join(text.split())} ({technique.tier})"
             check = technique.check_value
             if technique.off is None:
                 check = Check(f"{check.what} or None", lambda value: value is None)
@@ -82,20 +82,13 @@ def keys() -> Iterator[Key]:
 
 def reference() -> str:
     """The text of docs/CONFIG.md."""
-    by_node: dict[str, list[Key]] = {}
-    for key in keys():
-        lazy_name(key.name)  # each has a place there
-        by_node.setdefault(key.name.rpartition(".")[0], []).append(key)
-    lines = [INTRODUCTION]
-    for node, of_node in by_node.items():
-        lines += [f"## `{node}`", "", "| key | values | default | what it does |"]
-        lines += ["| --- | --- | --- | --- |", *map(_row, of_node), ""]
-    return "\n".join(lines)
+    head = "| key | values | default | what it does |\n| --- | --- | --- | --- |\n"
+    return INTRODUCTION + head + "".join(map(_row, keys()))
 
 
 def _row(key: Key) -> str:
     cells = f"`{key.name}`", _escaped(key.check.what), f"`{key.default!r}`", _escaped(key.text)
-    return f"| {' | '.join(cells)} |"
+    return f"| {' | '.join(cells)} |\n"
 
 
 def _escaped(text: str) -> str:

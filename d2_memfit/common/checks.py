@@ -63,11 +63,11 @@ def whole(least: int = 1, most: float = math.inf) -> Check:
     )
 
 
-def choice(*texts: str) -> Check:
-    """A check for one of two or more texts."""
-    quoted = [repr(text) for text in texts]
+def choice(*values: Any) -> Check:
+    """A check for one of two or more values of one type."""
+    quoted = [repr(value) for value in values]
     what = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
-    return Check(what, lambda value: isinstance(value, str) and value in texts)
+    return Check(what, lambda value: type(value) is type(values[0]) and value in values)
 
 
 def check_int(name: str, value: object, at_least: int) -> None:
@@ -104,7 +104,7 @@ def fits(value: Any, hint: Any) -> bool:
     return kind is Any or isinstance(value, kind)
 
 
-check_bool = Check("True or False", lambda value: isinstance(value, bool))
+check_bool = choice(True, False)
 check_positive_int = whole()
 check_positive_number = Check("a positive number", lambda value: fits(value, float) and value > 0)
 check_strings = Check("a list of names", lambda value: fits(value, list[str]))

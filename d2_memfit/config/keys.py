@@ -13,17 +13,7 @@ from typing import Any, NamedTuple
 
 from detectron2.config import CfgNode as CN
 
-from ..common.checks import (
-    Check,
-    check_all,
-    check_bool,
-    check_device,
-    choice,
-    did_you_mean,
-    fits,
-    value_of,
-    whole,
-)
+from ..common.checks import Check, check_all, check_device, choice, did_you_mean, fits, whole
 from ..data import shorter_sides
 from ..errors import ConfigError, UnknownKeyError
 from ..techniques import TECHNIQUES, TIERS
@@ -72,35 +62,30 @@ _GB = Check("a number from 0", lambda value: fits(value, float) and value >= 0)
 # fmt: off
 KEYS = (
     Key("SOLVER.ACCUMULATION_STEPS", 1, _IMAGES,
-        "Batches from the data loader for one optimizer step. The effective batch has "
-        "IMS_PER_BATCH x ACCUMULATION_STEPS images. MAX_ITER, STEPS and all periods count "
-        "optimizer steps."),
+        "Batches of IMS_PER_BATCH images for one optimizer step. MAX_ITER, STEPS and all periods "
+        "count optimizer steps."),
     Key("MEMFIT.MICRO_BATCH", None, _or_none(whole()),
         "Images of each rank in one forward and backward. The effective batch stays the same. "
         "None: the loader's batch, IMS_PER_BATCH / number of ranks."),
     Key("MEMFIT.AMP_DTYPE", "float16", choice("float16", "bfloat16"),
-        "Number format of mixed precision, which SOLVER.AMP.ENABLED turns on. float16 has a "
-        "gradient scaler, as in Detectron2. bfloat16 has none; it needs a CPU, or a GPU from "
-        "Ampere on."),
+        "Number format of SOLVER.AMP.ENABLED. float16 has a gradient scaler, as in Detectron2. "
+        "bfloat16 has none; it needs a CPU, or a GPU from Ampere on."),
     Key("MEMFIT.BUDGET_GB", None, _BUDGET,
-        "Device memory in GB (2^30 bytes) that the job may use on each rank, with the CUDA "
-        "context. It is enforced: on a GPU by PyTorch's allocator, on a Linux CPU by the kernel, "
-        "there also for each worker of the loader. auto: what is free at the start, less a "
-        "margin. None: no limit."),
+        "Device memory in GB (2^30 bytes) of each rank, with the CUDA context. PyTorch's allocator "
+        "enforces it on a GPU; on a Linux CPU the kernel does, there also for each worker of the "
+        "loader. auto: what is free at the start, less a margin. None: no limit."),
     Key("MEMFIT.PRESET", "", _PRESET,
         "A budget by the nominal memory of a card, instead of BUDGET_GB. --card 6GB sets it."),
     Key("MEMFIT.OOM.POLICY", "raise", choice("raise", "split"),
-        "What happens at an out-of-memory error. raise ends the run, as in Detectron2. split "
-        "undoes the unfinished work and runs the same images again in smaller micro-batches, in "
-        "training and in evaluation."),
+        "What happens at an out-of-memory error. raise ends the run, as in Detectron2. split runs "
+        "the same images again in smaller micro-batches, in training and in evaluation."),
     Key("MEMFIT.OOM.LAST_RESORT", "raise", choice("raise", "resize", "skip"),
         "What happens to an image that does not fit alone. raise an error that names it; resize it "
         "to 0.7, 0.49 or 0.34 of its size, then raise; or skip it."),
     Key("MEMFIT.NORMALIZERS.POLICY", "window", choice("window", "exact", "off"),
-        "Which counts in losses come from the whole effective batch, if it runs in several "
-        "micro-batches. window: counts that the model adds up over ranks, those of window_count, "
-        "and the weights of weighted means. exact: also the means of R-CNN's heads, for one more "
-        "forward. off: none."),
+        "Which counts in losses come from the whole effective batch. window: counts that the model "
+        "adds up over ranks, those of window_count, and the weights of weighted means. exact: also "
+        "the means of R-CNN's heads, for one more forward. off: none."),
     Key("MEMFIT.NORMALIZERS.LOSSES", [], _COUNTS,
         "What losses are divided by, if the model does not add up a count over ranks: objects, "
         "the annotated objects in the batch; or sum, for a loss that is a sum over images."),
@@ -110,10 +95,10 @@ KEYS = (
     Key("MEMFIT.MONITOR.LEAKS", None, _or_none(whole(40)),
         "Iterations over which memory must grow steadily for a warning that names the tensors that "
         "grow, such as 400. None: no warning."),
-    Key("MEMFIT.MONITOR.SNAPSHOT", False, check_bool,
+    Key("MEMFIT.MONITOR.SNAPSHOT", False, choice(True, False),
         "Whether OUTPUT_DIR/memfit_oom_<number>.json shows the owners of the memory at the first "
         "three out-of-memory errors."),
-    Key("MEMFIT.PLAN.ENABLED", False, check_bool,
+    Key("MEMFIT.PLAN.ENABLED", False, choice(True, False),
         "Whether fit_config, which d2-memfit train calls, plans before training so that the job "
         "fits BUDGET_GB."),
     Key("MEMFIT.PLAN.MARGIN", None, _or_none(_MARGIN),
@@ -198,17 +183,18 @@ def checks_of(cfg: CN, trains: bool = True) -> Iterator[tuple[Sequence[str], Cal
     Args:
         trains: False for an evaluation, which does not read the keys of training.
     """
+    values = dict(leaves(cfg))
     checks: dict[str, Callable[[str, Any], Any]] = {**_DETECTRON2}
     checks |= {key.name: key.check for key in KEYS}
     for key, check in checks.items():
         if trains or not key.startswith("SOLVER."):
-            yield [key], partial(check, key, value_of(cfg, key))
+            yield [key], partial(check, key, values.get(key))
     for name, technique in TECHNIQUES:
         yield [getattr(technique, "key", name)], partial(technique.is_on, cfg)
     if trains:
         yield ["MEMFIT.PLAN.ENABLED", "MEMFIT.BUDGET_GB", "MEMFIT.PRESET"], partial(_budgeted, cfg)
     known = keys_of(default_keys())
-    for key, value in leaves(cfg):
+    for key, value in values.items():
         yield [key], partial(_known_and_finite, key, value, known)
 
 
