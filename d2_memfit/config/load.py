@@ -17,7 +17,7 @@ from .files import find_config_file
 from .keys import checks_of, default_keys, keys_of, leaves
 from .yaml_arithmetic import arithmetic_in_yaml
 
-__all__ = ["add_memfit_config", "cfg_of_memfit", "get_cfg", "load_cfg", "merge_opts"]
+__all__ = ["add_memfit_config", "get_cfg", "load_cfg", "merge_memfit", "merge_opts"]
 __all__ += ["with_memfit_keys", "with_settings", "without_memfit_keys"]
 
 Pairs = Sequence[tuple[str, Any, str]]  # keys, values, and the start of messages about them
@@ -151,8 +151,8 @@ def _pairs(cfg: CN, opts: Sequence[Any]) -> Pairs:
     return [(key, value, "") for key, value in pairs.items()]
 
 
-def cfg_of_memfit(keys: Mapping[str, Any]) -> CN:
-    """Make a config from keys of MEMFIT, such as those of a LazyConfig's ``train.memfit``.
+def merge_memfit(cfg: CN, keys: Mapping[str, Any]) -> None:
+    """Merge keys of MEMFIT, such as those of a LazyConfig's ``train.memfit``.
 
     Args:
         keys: nested, of Python or OmegaConf, in lower or upper case, such as
@@ -161,9 +161,7 @@ def cfg_of_memfit(keys: Mapping[str, Any]) -> CN:
     Raises:
         ConfigError: some keys or values are wrong. The message has a line for each.
     """
-    cfg = get_cfg()
     _merge(cfg, [(key.upper(), value, "") for key, value in leaves(keys, "MEMFIT.")])
-    return cfg
 
 
 def _merge_file(cfg: CN, file: str) -> Pairs:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..common.side_work import no_information
-from ..config import cfg_of_memfit, with_settings
+from ..config import get_cfg, merge_memfit, with_settings
 from ..errors import ConfigError
 from ..iteration import BatchGeometry
 from ..settings import NormalizerOptions, Precision, RecoveryOptions, Settings, cfg_of_lazy
@@ -99,7 +99,7 @@ class Job:
         loss_fn: Optional[LossFn] = None,
     ) -> None:
         ranks = comm.get_world_size() if ranks is None else ranks
-        cfg = cfg_of_memfit(memfit or {})
+        cfg = get_cfg()
         is_number = isinstance(images_per_batch, int) and images_per_batch > 0
         cfg.SOLVER.IMS_PER_BATCH = images_per_batch * (ranks if is_number else 1)
         cfg.SOLVER.ACCUMULATION_STEPS = accumulation_steps
@@ -107,6 +107,7 @@ class Job:
         cfg.SOLVER.AMP.ENABLED = amp_dtype is not None
         cfg.MEMFIT.AMP_DTYPE = amp_dtype or cfg.MEMFIT.AMP_DTYPE
         cfg.MEMFIT.MICRO_BATCH = micro_batch_size
+        merge_memfit(cfg, memfit or {})
         cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
         cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
         parts = GivenParts(model, optimizer, train_loader, test_loader, loss_fn)

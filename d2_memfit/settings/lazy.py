@@ -7,7 +7,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from omegaconf import DictConfig, OmegaConf
 
-from ..config import cfg_of_memfit, with_settings
+from ..config import get_cfg, merge_memfit, with_settings
 from ..errors import ConfigError
 
 __all__ = ["cfg_of_lazy", "evaluates_lazy", "lazy_name", "overrides_of"]
@@ -60,15 +60,15 @@ def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
         if OmegaConf.select(cfg.train, name) is not None:
             place = name.replace("amp.", "amp_")
             raise ConfigError(f"train.{name} is not read: it is called train.memfit.{place}")
-    keys = cfg_of_memfit(cfg.train.get("memfit") or {})
+    values = {key: OmegaConf.select(cfg, lazy_name(key)) for key in (*_OTHERS, *_SOLVER)}
+    values["DATALOADER.NUM_WORKERS"] = values["DATALOADER.NUM_WORKERS"] or 0
+    keys = with_settings(get_cfg(), {key: v for key, v in values.items() if v is not None})
+    merge_memfit(keys, cfg.train.get("memfit") or {})
     if keys.MEMFIT.HOST.BUDGET_GB is not None:
         raise ConfigError(
             "train.memfit.host.budget_gb cannot be used in a LazyConfig: lower "
             "dataloader.train.num_workers"
         )
-    keys.DATALOADER.NUM_WORKERS = 0
-    values = {key: OmegaConf.select(cfg, lazy_name(key)) for key in (*_OTHERS, *_SOLVER)}
-    keys = with_settings(keys, {key: v for key, v in values.items() if v is not None})
     keys.DATALOADER.ASPECT_RATIO_GROUPING = cfg.dataloader.train.get("aspect_ratio_grouping", True)
     keys.DATASETS.TEST = ("dataloader.test",) if evaluates_lazy(cfg) else ()
     keys.TEST.EVAL_PERIOD = cfg.train.get("eval_period", 0)

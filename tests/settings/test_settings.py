@@ -72,6 +72,14 @@ WAYS = {
         lambda: RecoveryOptions(last_resort="x"),
         ["MEMFIT.OOM.LAST_RESORT must be 'raise', 'resize' or 'skip', got 'x'"],
     ),
+    "values and keys of a LazyConfig": (
+        lambda: of_lazy(max_iter=10**12, memfit={"oom": {"x": 1}, "micro_batch": 1.5}),
+        [
+            "SOLVER.MAX_ITER must be a positive integer up to 1000000000, got 1000000000000",
+            f"MEMFIT.MICRO_BATCH {SIZE}",
+            "there is no config key MEMFIT.OOM.X",
+        ],
+    ),
     "images of pieces": (
         lambda: pieces(images_per_batch=-1, ranks=2),
         ["SOLVER.IMS_PER_BATCH must be a positive integer up to 1000000, got -1"],
