@@ -4,13 +4,13 @@
 from setuptools import find_packages, setup
 
 setup(
-    # configs/ is installed as the data of d2_memfit.model_zoo.configs
-    packages=[*find_packages(include=["d2_memfit*"]), "d2_memfit.model_zoo.configs"],
-    package_dir={"d2_memfit.model_zoo.configs": "configs"},
+    # configs/ is installed as the data of d2_memfit.config.configs
+    packages=[*find_packages(include=["d2_memfit*"]), "d2_memfit.config.configs"],
+    package_dir={"d2_memfit.config.configs": "configs"},
     package_data={
         "d2_memfit": ["py.typed"],
         "d2_memfit.config": ["cards.csv"],
-        "d2_memfit.model_zoo.configs": ["**/*.yaml"],
+        "d2_memfit.config.configs": ["**/*.yaml"],
         "d2_memfit.planner.device": ["devices/*.yaml"],
         "d2_memfit.report": ["*.html"],
     },

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from .environment import missing
 
 if TYPE_CHECKING:
-    from .config import add_memfit_config, get_cfg
+    from .config import model_zoo
+    from .config.load import add_memfit_config, get_cfg
     from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
     from .engine.counts import window_count
     from .job import Job
@@ -27,6 +28,7 @@ __all__ = [
     "estimate_memory",
     "fit_config",
     "get_cfg",
+    "model_zoo",
     "plan_memory",
     "window_count",
 ]
@@ -36,10 +38,11 @@ _HOMES = {
     "Job": "job",
     "MemfitMixin": "engine",
     "MemfitTrainer": "engine",
-    "add_memfit_config": "config",
+    "add_memfit_config": "config.load",
     "estimate_memory": "planner",
     "fit_config": "planner",
-    "get_cfg": "config",
+    "get_cfg": "config.load",
+    "model_zoo": "config.model_zoo",
     "plan_memory": "planner",
     "window_count": "engine.counts",
 }
@@ -55,7 +58,8 @@ def __getattr__(name: str) -> Any:
         lacks = missing()
         if lacks is not None:
             raise ImportError(lacks)
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        home = importlib.import_module(f".{_HOMES[name]}", __name__)
+        return getattr(home, name, home)  # model_zoo is itself a module
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

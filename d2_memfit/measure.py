@@ -23,7 +23,8 @@ from detectron2.utils.events import EventStorage
 from .common.files import check_outputs
 from .common.units import GB
 from .compat.pytorch import clear_cublas_workspaces
-from .config import load_cfg, with_settings
+from .config.load import load_cfg, with_settings
+from .config.settings import RecoveryOptions
 from .engine import AccumulatingTrainer
 from .errors import ConfigError
 from .job import Job, WorstCase
@@ -31,7 +32,6 @@ from .memory import device_and_software, enforce_budget, use_expandable_segments
 from .planner.dry_run import worst_case
 from .planner.estimates import build_with_values, estimate_memory, infer
 from .planner.search import plan_memory
-from .settings import RecoveryOptions
 
 __all__ = ["ITEMS", "measure_gpu", "measure_item"]
 

@@ -19,9 +19,9 @@ from injection import iterate, seed_all
 from tiny import every_anchor_counts, images
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.memory import enforce_budget, process_memory
-from d2_memfit.settings import RecoveryOptions
 
 ITERATIONS = 1
 BATCH = 4

@@ -632,7 +632,7 @@ SCRIPT = """
 import sys
 from detectron2.data import DatasetCatalog
 from d2_memfit import MemfitTrainer
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import exit_on_error
 
 image = {{"file_name": "{folder}/1.jpg", "image_id": 1, "height": 24, "width": 24}}

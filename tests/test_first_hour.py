@@ -16,7 +16,7 @@ from forks import run_forked
 from test_docs import blocks
 from tiny import ROOT
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.data import hold_out
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]

@@ -16,7 +16,7 @@ from forks import run_forked
 from tiny import ROOT
 
 from d2_memfit import MemfitTrainer, estimate_memory
-from d2_memfit.settings import check_settings
+from d2_memfit.config.settings import check_settings
 
 pytestmark = pytest.mark.slow
 

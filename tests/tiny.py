@@ -11,7 +11,7 @@ import torch
 from detectron2.modeling import build_model
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.doctor.injection import relative_difference
 
 __all__ = [

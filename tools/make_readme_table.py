@@ -18,7 +18,7 @@ from typing import Any
 from pages import write_section
 from tabulate import tabulate
 
-from d2_memfit.config import find_card
+from d2_memfit.config.cards import find_card
 from d2_memfit.planner.estimates import in_words
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,7 +16,8 @@ from typing import Any, Optional
 from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
 from ..common.units import GB
-from ..config import find_card, find_config_file, settings_of_card
+from ..config.cards import find_card, settings_of_card
+from ..config.files import find_config_file
 from ..doctor import answer_of_findings, examine
 from ..engine import world_size
 from ..engine.ending import signals_end_at_once

@@ -11,7 +11,9 @@ from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ..common.checks import check_positive_int
-from ..config import find_config_file, load_cfg
+from ..config.files import find_config_file
+from ..config.load import load_cfg
+from ..config.settings import check_settings
 from ..errors import ConfigError, ConfigErrors, UnknownKeyError
 from ..job import (
     PROJECT,
@@ -21,7 +23,6 @@ from ..job import (
     load_lazy_config,
     projects_of,
 )
-from ..settings import check_settings
 from .options import check_opts, with_data, with_opts
 
 __all__ = [

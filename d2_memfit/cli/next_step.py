@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from ..config import PRESETS, find_card
+from ..config.cards import PRESETS, find_card
 
 if TYPE_CHECKING:
     from ..explain import ExplainedRun

@@ -9,7 +9,10 @@ from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ..common.checks import value_of
-from ..config import find_config_file, keys_in_own_files, load_cfg, merge_opts, settings_of_card
+from ..config.cards import settings_of_card
+from ..config.files import find_config_file, keys_in_own_files
+from ..config.lazy import lazy_name, overrides_of
+from ..config.load import load_cfg, merge_opts
 from ..data import (
     CocoFile,
     Setting,
@@ -21,7 +24,6 @@ from ..data import (
 )
 from ..errors import ConfigError
 from ..job import with_overrides
-from ..settings import lazy_name, overrides_of
 
 __all__ = ["check_opts", "opts_of_budget", "opts_of_fit", "opts_of_settings", "with_data"]
 __all__ += ["with_opts"]
@@ -118,7 +120,7 @@ def with_data(
     Args:
         recipe: the config of ``config_file``, which is left as it is.
         coco: values of ``--coco``.
-        config_file, opts: as for :func:`~d2_memfit.config.config.load_cfg`.
+        config_file, opts: as for :func:`~d2_memfit.config.load.load_cfg`.
         check: raises :class:`ConfigError` if the config cannot work, before the datasets are read.
         eval_only: whether nothing is trained.
         reads_images: whether images must exist, or only the annotations.

@@ -30,7 +30,10 @@ from torch import nn
 
 from ..common.checks import check_int, check_positive_int
 from ..common.files import whole_file
-from ..config import find_config_file, load_cfg, merge_opts, with_settings
+from ..config.files import find_config_file
+from ..config.load import load_cfg, merge_opts, with_settings
+from ..config.precision import Precision
+from ..config.settings import check_settings
 from ..data import check_datasets, classes_of_model, hold_out, keep_dicts, register_coco
 from ..engine import MemfitCheckpointer, MemfitTrainer, launch, usable_device, world_size
 from ..engine.ending import causes_named, signals_end_at_once
@@ -39,7 +42,6 @@ from ..evaluation import build_evaluator
 from ..inference import WholeModelCheckpointer
 from ..memory import use_expandable_segments
 from ..planner import fit_config
-from ..settings import Precision, check_settings
 from . import train_lazy
 from .command_line import add_card_and_coco_options
 from .next_step import after_training

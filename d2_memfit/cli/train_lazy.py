@@ -24,7 +24,10 @@ from detectron2.utils import comm
 from omegaconf import DictConfig
 
 from ..compat import create_ddp_model
-from ..config import find_config_file
+from ..config.files import find_config_file
+from ..config.lazy import cfg_of_lazy
+from ..config.precision import Precision
+from ..config.settings import check_settings
 from ..engine import MemfitCheckpointer, build_trainer, evaluating, usable_device, world_size
 from ..engine.ending import causes_named
 from ..errors import ConfigError, exit_on_error
@@ -33,7 +36,6 @@ from ..inference import WholeModelCheckpointer
 from ..job import Job, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments
 from ..planner import fit_config
-from ..settings import Precision, cfg_of_lazy, check_settings
 from .next_step import after_training
 from .options import opts_of_budget, opts_of_fit, with_opts
 from .run_folder import check_folder, set_up_rank

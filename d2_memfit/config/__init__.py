@@ -1,7 +1,2 @@
 # Copyright (c) the d2_memfit developers.
-"""Config keys, config files and presets."""
-
-from .cards import *
-from .files import *
-from .keys import *
-from .load import *
+"""The table of config keys, config files, cards and the checked settings of a run."""

@@ -17,7 +17,7 @@ __all__ = ["OUR_ZOO", "find_config_file", "keys_in_own_files"]
 
 _EXAMPLE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
-_INSTALLED = Path(__file__).parents[1] / "model_zoo" / "configs"
+_INSTALLED = Path(__file__).parent / "configs"
 _CHECKOUT = Path(__file__).parents[2] / "configs"
 OUR_ZOO = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 _ZOOS = (OUR_ZOO, detectron2_zoo())

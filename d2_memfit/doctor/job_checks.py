@@ -12,13 +12,13 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..common.snapshot import Snapshot, changed_by_forward, state_of
+from ..config.settings import RecoveryOptions
 from ..engine import recovering_inference
 from ..engine.collectives import Collective, noticed_collectives, second_rank_pretended
 from ..errors import MemfitError
 from ..job import Job
 from ..planner.dry_run import one_line_errors
 from ..planner.estimates import steps
-from ..settings import RecoveryOptions
 from ..techniques import TECHNIQUES, get_technique
 from .estimate_check import estimate_against_real_step
 from .injection import Injector, relative_difference

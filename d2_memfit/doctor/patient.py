@@ -14,11 +14,12 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..common.side_work import alone, no_information
+from ..config.precision import Precision
+from ..config.settings import RecoveryOptions
 from ..engine import AccumulatingTrainer
 from ..engine.loss_check import LossReport
 from ..job import Job, losses_of, resize_image, size_of
 from ..planner.stand_ins import cuda_as_cpu
-from ..settings import Precision, RecoveryOptions
 from .injection import InjectedTrainer, Injector
 
 __all__ = ["Patient", "Untested", "Unwell", "smaller"]

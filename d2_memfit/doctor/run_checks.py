@@ -25,7 +25,7 @@ from torch import nn
 
 from .. import compat
 from ..common.side_work import no_information
-from ..config import with_settings
+from ..config.load import with_settings
 from ..engine import MemfitCheckpointer, MemfitMixin, build_trainer
 from ..engine.batches import ResumableBatches, UnknownLoader
 from ..errors import ConfigError, MemfitError

@@ -1,7 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Training: one window of images per iteration, with recovery from out-of-memory errors."""
 
-from ..settings import NormalizerOptions, Precision, RecoveryOptions
+from ..config.precision import Precision
+from ..config.settings import NormalizerOptions, RecoveryOptions
 from .build import build_trainer
 from .checkpoint import MemfitCheckpointer
 from .defaults import MemfitMixin, MemfitTrainer

@@ -17,7 +17,8 @@ from torch import nn
 from .. import compat
 from ..common.checks import value_of
 from ..common.files import is_config_dump, is_local, whole_file
-from ..config import default_keys, without_memfit_keys
+from ..config.keys import default_keys
+from ..config.load import without_memfit_keys
 from ..errors import CheckpointError, ConfigError, RankError, one_line
 from ..job import Job, checked_loader
 from ..job.parts import TrainerParts

@@ -21,9 +21,9 @@ from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 
 from ..common.snapshot import Snapshot, weights_that_may_change
+from ..config.settings import NormalizerOptions
 from ..errors import ConfigError, OutOfMemoryError
 from ..memory import is_out_of_memory
-from ..settings import NormalizerOptions
 from . import collectives
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
 from .loss_check import LIMIT, LossReport, check_losses

@@ -16,9 +16,9 @@ from detectron2.solver import LRMultiplier
 from .. import compat
 from ..common.logs import start_logging
 from ..common.patching import files_of_classes, replaced_functions
-from ..config import with_memfit_keys
+from ..config.load import with_memfit_keys
+from ..config.settings import auto_scale_workers
 from ..job import Job
-from ..settings import auto_scale_workers
 from .build import Run
 from .checkpoint import MemfitCheckpointer, checkpointers_of
 from .ending import saved_at_end, saved_if_failing

@@ -12,10 +12,10 @@ from torch import nn
 from .. import compat
 from ..common.side_work import unchanged_random_state
 from ..common.snapshot import Snapshot
+from ..config.settings import RecoveryOptions, Settings
 from ..evaluation import unique_annotation_ids
 from ..job import checked_test_loaders
 from ..memory import enforce_budget
-from ..settings import RecoveryOptions, Settings
 from ..techniques import can_have_results_on_host, ready_to_evaluate, results_on_host
 from .oom_log import RAISE, OomEvent, OomLog
 from .retry import Retries, run_all

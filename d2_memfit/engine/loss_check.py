@@ -31,10 +31,10 @@ from tqdm import tqdm
 from ..common.random_state import RandomState
 from ..common.snapshot import Snapshot, changed_by_forward, state_of, weights_that_may_change
 from ..compat.pytorch import compiled_frames, forget_compiled
+from ..config.settings import NormalizerOptions
 from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
-from ..settings import NormalizerOptions
 from .collectives import FEW, IMAGES, OBJECTS, Answers, Collective, Numbers, Site, added, is_same
 from .window import MicroBatch, count_objects
 

@@ -17,10 +17,10 @@ from torch import nn
 
 from .. import compat
 from ..common.units import GB
+from ..config.settings import RecoveryOptions
 from ..errors import START_HERE, OutOfMemoryError
 from ..job import size_of
 from ..memory import device_memory, error_line, is_out_of_memory
-from ..settings import RecoveryOptions
 from .window import count_images, count_objects, dataset_dicts
 
 logger = logging.getLogger(__name__)

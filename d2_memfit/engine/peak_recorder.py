@@ -11,7 +11,7 @@ from .. import memory
 from ..common.checks import value_of
 from ..common.files import is_local
 from ..common.units import GB
-from ..config import default_keys, keys_of
+from ..config.keys import default_keys, keys_of
 from ..job import Job, size_of
 from .hooks import MemoryHook
 from .window import count_objects, dataset_dicts

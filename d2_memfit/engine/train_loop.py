@@ -17,9 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..common.checks import check_positive_int
 from ..common.snapshot import Snapshot
+from ..config.keys import check_arguments
+from ..config.precision import Precision
+from ..config.settings import NormalizerOptions, RecoveryOptions
 from ..errors import ConfigError, OutOfMemoryError
 from ..job import LossFn, losses_of
-from ..settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from .counts import Counts
 from .ending import worker_deaths_wait
 from .loss_check import LIMIT, LIMIT_OF_16_BITS

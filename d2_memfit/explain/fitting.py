@@ -4,7 +4,7 @@
 from dataclasses import replace
 from typing import NamedTuple, Optional
 
-from ..config import PRESETS, find_card, settings_of_card
+from ..config.cards import PRESETS, find_card, settings_of_card
 from ..job import TYPICAL_SIZE, Job
 from ..planner.device import DeviceModel
 from ..planner.search import Plan, plan_memory

@@ -14,7 +14,8 @@ from detectron2.data import transforms as T
 from detectron2.engine import DefaultTrainer
 from detectron2.modeling import META_ARCH_REGISTRY
 
-from ..config import Card, cards_named, find_card, load_cfg
+from ..config.cards import Card, cards_named, find_card
+from ..config.load import load_cfg
 from ..data import register_coco
 from ..errors import ConfigError
 from ..job import Job

@@ -18,10 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..common.side_work import no_information
-from ..config import get_cfg, merge_memfit, with_settings
+from ..config.lazy import cfg_of_lazy
+from ..config.load import get_cfg, merge_memfit, with_settings
+from ..config.precision import Precision
+from ..config.settings import NormalizerOptions, RecoveryOptions, Settings
 from ..errors import ConfigError
 from ..iteration import BatchGeometry
-from ..settings import NormalizerOptions, Precision, RecoveryOptions, Settings, cfg_of_lazy
 from ..techniques import apply_techniques
 from .batches import GivenBatches
 from .checked_loader import checked_loader

@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
+from ..config.lazy import evaluates_lazy, overrides_of
 from ..errors import ConfigError, one_line
-from ..settings import evaluates_lazy, overrides_of
 
 __all__ = ["LazyParts", "load_lazy_config", "with_overrides"]
 

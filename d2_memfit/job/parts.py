@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..common.patching import has_name
-from ..config import with_settings
+from ..config.load import with_settings
 from ..errors import ConfigError
 from .lazy import LazyParts
 from .losses import LossFn

@@ -15,7 +15,8 @@ from omegaconf import DictConfig
 
 from ..common.files import check_outputs, output_file
 from ..common.logs import start_logging
-from ..config import with_memfit_keys, with_settings
+from ..config.lazy import cfg_of_lazy
+from ..config.load import with_memfit_keys, with_settings
 from ..errors import ConfigError, MemfitError
 from ..job import Job, size_of, with_overrides
 from ..memory import (
@@ -24,7 +25,6 @@ from ..memory import (
     segments_expand,
     use_expandable_segments,
 )
-from ..settings import cfg_of_lazy
 from .device import DeviceModel
 from .dry_run import one_line_errors
 from .search import plan_memory

@@ -31,7 +31,7 @@ from torch import nn
 
 from d2_memfit.cli.train import argument_parser, run
 from d2_memfit.common.files import check_outputs, output_file
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.inference import load_whole_model

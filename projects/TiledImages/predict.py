@@ -25,12 +25,12 @@ from detectron2.utils.logger import setup_logger
 from tiled_images import CorruptImageError, TiledPredictor, load_tiled_cfg, warn_left_out
 
 from d2_memfit.common.files import check_outputs
+from d2_memfit.config.settings import Settings
 from d2_memfit.data import check_coco_file
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.errors import exit_on_error
 from d2_memfit.inference import CocoResultsWriter, load_whole_model, to_coco
 from d2_memfit.memory import enforce_budget, use_expandable_segments
-from d2_memfit.settings import Settings
 from d2_memfit.techniques import ready_to_evaluate
 
 

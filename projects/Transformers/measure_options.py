@@ -15,7 +15,7 @@ from typing import Any
 from d2_transformers import Trainer, add_transformers_config
 
 from d2_memfit import estimate_memory
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 
 CONFIGS = Path(__file__).parent / "configs"
 SEG = "rf_detr_seg_nano"

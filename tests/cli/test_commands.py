@@ -9,7 +9,8 @@ from tiny import run_process, tiny_cfg
 
 from d2_memfit import __version__
 from d2_memfit.cli.commands import main
-from d2_memfit.config import find_config_file, load_cfg
+from d2_memfit.config.files import find_config_file
+from d2_memfit.config.load import load_cfg
 
 pytestmark = pytest.mark.slow
 

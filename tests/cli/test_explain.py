@@ -10,7 +10,7 @@ from pasted import paste
 
 import d2_memfit
 from d2_memfit.cli.commands import main
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 
 RUN = {
     *("name", "card", "images_per_gpu", "measured_mib", "typical_mib", "predicted_mib"),

@@ -14,7 +14,7 @@ from tiny import ROOT, tiny_cfg
 from d2_memfit import Job, fit_config
 from d2_memfit.cli.commands import main
 from d2_memfit.cli.next_step import after_plan
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ import torch
 from injection import iterate
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.settings import NormalizerOptions, RecoveryOptions
+from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 
 
 class Meter:

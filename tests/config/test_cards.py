@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from d2_memfit.config import CARDS, PRESETS, cards_named, find_card, settings_of_card
+from d2_memfit.config.cards import CARDS, PRESETS, cards_named, find_card, settings_of_card
 from d2_memfit.errors import ConfigError
 
 SPELLINGS = {

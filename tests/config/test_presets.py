@@ -5,10 +5,11 @@ import pytest
 
 from d2_memfit import get_cfg
 from d2_memfit.cli.options import opts_of_budget
-from d2_memfit.config import PRESETS, load_cfg, why_no_card_has, with_settings
+from d2_memfit.config.cards import PRESETS, why_no_card_has
+from d2_memfit.config.load import load_cfg, with_settings
+from d2_memfit.config.settings import Settings, check_settings
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import process_memory
-from d2_memfit.settings import Settings, check_settings
 
 
 def test_there_is_no_other_size():

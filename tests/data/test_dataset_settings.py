@@ -8,7 +8,7 @@ import pytest
 from detectron2.config import CfgNode
 
 from d2_memfit import get_cfg
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.data import check_coco_file, fit_to_data
 from d2_memfit.errors import ConfigError, DataError
 

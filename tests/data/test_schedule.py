@@ -3,7 +3,7 @@
 
 import pytest
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.data import fine_tuning_schedule
 
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from d2_memfit import AccumulatingTrainer, compat, window_count
+from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.errors import ConfigError, OutOfMemoryError
-from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from tiny import image, parameters, relative_difference, tiny_cfg, tiny_model
 from tiny_transformers import tiny_transformers_cfg
 
 from d2_memfit import compat
-from d2_memfit.settings import NormalizerOptions, RecoveryOptions
+from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.techniques import apply_techniques, techniques_on
 
 pytest.importorskip("transformers")

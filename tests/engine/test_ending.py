@@ -15,9 +15,9 @@ from saving import resumed, trainer_of
 
 from d2_memfit.common.files import temporary_name
 from d2_memfit.compat import create_ddp_model, without_ddp
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine import AccumulatingTrainer, GatherStates, MemfitCheckpointer, SaveOnEnding
 from d2_memfit.engine.ending import SIGNALS
-from d2_memfit.settings import RecoveryOptions
 
 MAX_ITER = 6
 

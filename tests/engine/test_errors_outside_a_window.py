@@ -10,10 +10,10 @@ from tiny import images
 
 from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.common.snapshot import Snapshot as StateCopy
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.retry import WindowRetries
 from d2_memfit.errors import OutOfMemoryError
-from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

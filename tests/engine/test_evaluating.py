@@ -13,9 +13,9 @@ from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit import compat
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.errors import OutOfMemoryError
-from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

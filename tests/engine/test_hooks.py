@@ -21,13 +21,13 @@ from monitored import batches, cheap_trainer, make_trainer
 from tiny import ROOT, images, read_metrics, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, MemfitTrainer, compat, get_cfg, memory
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine import GatherStates, LeakDetector, MemoryMonitor, MemorySnapshot
 from d2_memfit.engine.build import job_hooks
 from d2_memfit.engine.hooks import rises_steadily
 from d2_memfit.engine.oom_log import observed
 from d2_memfit.engine.peak_recorder import PeakRecorder
 from d2_memfit.job import Job
-from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,9 @@ from tiny import images, tiny_cfg, tiny_model
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.engine.loss_check import check_losses
 from d2_memfit.job import losses_of
-from d2_memfit.settings import NormalizerOptions
 from tests.engine.criteria_list import CRITERIA, WINDOWS
 
 pytestmark = pytest.mark.slow

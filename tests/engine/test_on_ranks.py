@@ -12,8 +12,8 @@ from detectron2.utils.events import EventStorage
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.engine import ranks as reduce
-from d2_memfit.settings import NormalizerOptions
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from tiny import images, parameters, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.compat import create_ddp_model
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine import build_trainer
-from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from injection import InjectedTrainer, Injector, iterate, scripted, seed_all
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.errors import OutOfMemoryError
-from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -29,11 +29,11 @@ from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.compat.pytorch import is_in_backward
+from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.oom_log import OomLog, padded_size
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

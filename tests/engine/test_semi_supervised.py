@@ -26,7 +26,7 @@ from tiny import (
 )
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.settings import RecoveryOptions
+from d2_memfit.config.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -11,11 +11,11 @@ from torch.nn.functional import softplus
 
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.compat import without_ddp
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine import build_trainer
 from d2_memfit.job import tensors_of
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.estimates import steps
-from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from tiny import read_metrics
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.cli import train as command
 from d2_memfit.common.files import FolderLock
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.data import register_coco
 from d2_memfit.memory import enforce_budget, process_memory
 

@@ -8,10 +8,10 @@ import torch
 from injection import iterate
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.oom_log import OomLog
 from d2_memfit.engine.window import Window, as_given, count_images
 from d2_memfit.errors import ConfigError
-from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@
 import pytest
 from detectron2.data import MetadataCatalog
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.explain.datasets import describe_datasets
 
 

@@ -84,7 +84,7 @@ from injection import FailingTrainer
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.common.logs import start_logging
-from d2_memfit.settings import RecoveryOptions
+from d2_memfit.config.settings import RecoveryOptions
 
 cfg = tiny_cfg("proposal_network", fpn=False)
 cfg.OUTPUT_DIR, most = sys.argv[1], int(sys.argv[2])

@@ -34,7 +34,9 @@ from torch import nn
 
 from d2_memfit import AccumulatingTrainer, estimate_memory, plan_memory
 from d2_memfit.compat.pytorch import clear_cublas_workspaces
-from d2_memfit.config import with_settings
+from d2_memfit.config.load import with_settings
+from d2_memfit.config.precision import Precision
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.hooks import LeakDetector, MemoryMonitor, MemorySnapshot
 from d2_memfit.errors import ConfigError
@@ -50,7 +52,6 @@ from d2_memfit.memory import (
 )
 from d2_memfit.planner.estimates import steps as dry_steps
 from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
-from d2_memfit.settings import Precision, RecoveryOptions
 from d2_memfit.techniques import TECHNIQUES, apply_techniques, offload
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from tiny import tiny_cfg, tiny_model
 from trained import save_trained
 
 from d2_memfit.cli.commands import main
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 
 pytestmark = pytest.mark.slow
 

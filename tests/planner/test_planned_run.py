@@ -7,11 +7,11 @@ import pytest
 from tiny import tiny_cfg
 
 from d2_memfit import fit_config
-from d2_memfit.config import load_cfg
+from d2_memfit.config import settings
+from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import ConfigError, MemfitError
 from d2_memfit.memory import process_memory
 from d2_memfit.planner import planned_run
-from d2_memfit.settings import settings
 
 pytestmark = pytest.mark.slow
 

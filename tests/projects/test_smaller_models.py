@@ -19,7 +19,7 @@ from tiny import (
 from torchvision import models
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.inference import load_whole_model
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.estimates import steps

@@ -446,7 +446,7 @@ import sys
 from detectron2.modeling import build_model
 from tiled_images import TiledPredictor, load_tiled_cfg
 from d2_memfit.engine import recovering_inference
-from d2_memfit.settings import Settings
+from d2_memfit.config.settings import Settings
 from d2_memfit.memory import enforce_budget, process_memory
 
 config, folder = sys.argv[1:]

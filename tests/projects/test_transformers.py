@@ -24,12 +24,12 @@ from tiny_transformers import (
 )
 
 from d2_memfit import AccumulatingTrainer, Job
+from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.errors import ConfigError
 from d2_memfit.evaluation import build_coco_evaluator
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, evaluate, run_for_real
-from d2_memfit.settings import NormalizerOptions
 from d2_memfit.techniques import apply_techniques, get_technique
 
 transformers = pytest.importorskip("transformers")

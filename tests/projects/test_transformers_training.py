@@ -21,7 +21,7 @@ from tiny import (
 from tiny_transformers import tiny_transformers_cfg
 
 from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.settings import RecoveryOptions
+from d2_memfit.config.settings import RecoveryOptions
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

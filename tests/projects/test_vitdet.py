@@ -13,7 +13,7 @@ from tiny import ROOT, read_metrics
 
 from d2_memfit import Job, estimate_memory
 from d2_memfit.cli.commands import main
-from d2_memfit.config import find_config_file
+from d2_memfit.config.files import find_config_file
 
 pytestmark = pytest.mark.slow
 

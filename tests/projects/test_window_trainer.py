@@ -10,9 +10,9 @@ from tiny import parameters, relative_difference
 from tiny_transformers import RESOLUTION, draw_the_same_for_each_row, tiny_transformers_cfg
 
 from d2_memfit import Job
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.estimates import steps
-from d2_memfit.settings import RecoveryOptions
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

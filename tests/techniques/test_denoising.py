@@ -15,12 +15,12 @@ from tiny_transformers import RESOLUTION, tiny_transformers_cfg
 from torch import nn
 
 from d2_memfit.common.patching import replaced_together
+from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, run_for_real
-from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.techniques import apply_techniques, get_technique
 
 transformers = pytest.importorskip("transformers")

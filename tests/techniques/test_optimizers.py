@@ -17,7 +17,7 @@ from ranks import Ranks
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, Job, compat
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, steps

@@ -7,10 +7,10 @@ from detectron2.config import CfgNode
 from tiny import ROOT, tiny_cfg
 
 from d2_memfit import Job, estimate_memory, get_cfg, plan_memory
+from d2_memfit.config.settings import check_settings
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.search.trials import _ORDER, Trials
-from d2_memfit.settings import check_settings
 from d2_memfit.techniques import TECHNIQUES, TIERS, Technique, apply_techniques, get_technique
 from d2_memfit.techniques.registry import PARTS
 

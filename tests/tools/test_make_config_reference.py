@@ -6,8 +6,8 @@ from omegaconf import OmegaConf
 
 from d2_memfit import get_cfg
 from d2_memfit.common.checks import value_of
-from d2_memfit.config import keys_of
-from d2_memfit.settings import cfg_of_lazy, lazy_name
+from d2_memfit.config.keys import keys_of
+from d2_memfit.config.lazy import cfg_of_lazy, lazy_name
 
 KEYS = list(reference.keys())
 

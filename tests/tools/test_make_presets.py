@@ -7,10 +7,10 @@ from pages import section
 from tiny import ROOT
 
 from d2_memfit.common.zoo import detectron2_zoo
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
+from d2_memfit.config.settings import check_settings
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob
-from d2_memfit.settings import check_settings
 
 pytestmark = pytest.mark.slow
 

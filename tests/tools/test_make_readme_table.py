@@ -3,7 +3,7 @@ import make_readme_table
 import pytest
 from pages import section
 
-from d2_memfit.config import find_card
+from d2_memfit.config.cards import find_card
 
 TABLE = section(make_readme_table.README, "jobs", "make_readme_table.py")
 

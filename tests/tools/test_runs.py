@@ -10,7 +10,7 @@ import pytest
 from benchmarks import runs as benchmark
 from benchmarks.runs import DOUBTS, FOLDER, PROJECTS, runs
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.explain import ExplainedRun, Oom
 
 RUNS = runs()

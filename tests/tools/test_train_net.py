@@ -15,7 +15,7 @@ from forks import FORKED_RANKS, run_forked
 from tiny import ROOT, read_metrics, tiny_cfg, tiny_model
 
 from d2_memfit.cli import train
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.data import hold_out
 from d2_memfit.memory import enforce_budget
 

@@ -19,7 +19,7 @@ from detectron2.data.datasets import load_coco_json
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import process_memory
 from d2_memfit.techniques import apply_techniques
 

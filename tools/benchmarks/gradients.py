@@ -29,8 +29,8 @@ from torch import nn
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.patching import replaced_functions
-from d2_memfit.config import load_cfg
-from d2_memfit.settings import NormalizerOptions
+from d2_memfit.config.load import load_cfg
+from d2_memfit.config.settings import NormalizerOptions
 
 from .common import coins, machine, markdown_table
 from .detr_like import add_detr_config

@@ -11,9 +11,9 @@ from typing import NamedTuple, Optional
 
 from pages import write_section
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
+from d2_memfit.config.model_zoo import get_config_file
 from d2_memfit.job import Job
-from d2_memfit.model_zoo import get_config_file
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, MemoryEstimate, factor_range, in_words
 

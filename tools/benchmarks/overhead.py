@@ -20,7 +20,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.settings import RecoveryOptions
+from d2_memfit.config.settings import RecoveryOptions
 
 from .common import machine, markdown_table, take_turns
 

@@ -31,9 +31,9 @@ from torch import nn
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.snapshot import Snapshot
 from d2_memfit.compat import create_ddp_model
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine import launch
 from d2_memfit.engine.window import MicroBatch
-from d2_memfit.settings import RecoveryOptions
 
 from .common import Side, coins, machine, markdown_table, take_turns
 

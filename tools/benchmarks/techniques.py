@@ -33,7 +33,7 @@ from detectron2.utils.events import EventStorage
 
 from d2_memfit import AccumulatingTrainer, get_cfg
 from d2_memfit.common.units import MB
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import OwnerMeter, TensorMeter
 from d2_memfit.techniques import TECHNIQUES, ChunkedMatcher, PairwiseQuality, get_technique
 

@@ -26,7 +26,7 @@ from typing import Any, Optional
 
 from compatibility_checks.project import Project
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import one_line
 from d2_memfit.job import Job, find_function, load_lazy_config, projects_of
 from d2_memfit.planner.device import DeviceModel

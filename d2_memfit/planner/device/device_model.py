@@ -14,7 +14,7 @@ import torch
 from ...common.checks import check_choice, check_device, check_positive_number, did_you_mean
 from ...common.reading import check_fields, load_fields, load_yaml
 from ...common.units import GB, MB
-from ...config import CARDS, Card, find_card
+from ...config.cards import CARDS, Card, find_card
 from ...errors import ConfigError
 from ...memory import process_memory, take_library_buffers
 from ...techniques import MOST_IN_FLIGHT_BYTES

@@ -22,10 +22,10 @@ import torch
 
 from ...common.reading import Name
 from ...common.units import GB, MB
+from ...config.settings import check_settings
 from ...errors import ConfigError, one_line
 from ...job import Job, WorstCase
 from ...memory import RunRecord, device_and_software
-from ...settings import check_settings
 from ..device import DeviceModel
 from .dry_job import DryJob
 

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from ... import compat
 from ...common.patching import Groups, source_files
 from ...common.side_work import alone, no_information, unchanged_random_state
+from ...config.precision import Precision
 from ...job import Job, LossFn, losses_of, tensors_of
 from ...memory import TensorMeter
-from ...settings import Precision
 from ...techniques import ready_to_evaluate
 from ..dry_run import (
     DryRun,

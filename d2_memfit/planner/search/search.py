@@ -15,7 +15,7 @@ from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ...common.units import GB
-from ...config import why_no_card_has
+from ...config.cards import why_no_card_has
 from ...errors import ConfigError
 from ...job import Job, Size
 from ...memory import check_budget

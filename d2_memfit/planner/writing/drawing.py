@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any, Optional, Union
 
 from ...common.units import GB
-from ...config import PRESETS
+from ...config.cards import PRESETS
 from ...errors import MemfitError
 from ...report import Bar, Chart, Page, Tensor
 from ...techniques import TECHNIQUES, get_technique

@@ -9,9 +9,9 @@ from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ...common.reading import SafeLoader
-from ...config import get_cfg, with_memfit_keys, with_settings
+from ...config.lazy import overrides_of
+from ...config.load import get_cfg, with_memfit_keys, with_settings
 from ...job import Job, LazyParts, with_overrides
-from ...settings import overrides_of
 from ..search import Plan
 from .text import describe_plan
 

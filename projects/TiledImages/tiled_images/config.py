@@ -7,10 +7,10 @@ from typing import Any
 from detectron2.config import CfgNode
 
 from d2_memfit.common.checks import check_bool, check_int, check_positive_int
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
+from d2_memfit.config.settings import check_settings
 from d2_memfit.engine import usable_device
 from d2_memfit.errors import ConfigError
-from d2_memfit.settings import check_settings
 
 __all__ = ["add_tiled_config", "check_tiles", "load_tiled_cfg"]
 

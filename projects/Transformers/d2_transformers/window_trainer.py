@@ -11,8 +11,8 @@ from torch import nn
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import without_ddp
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.errors import ConfigError
-from d2_memfit.settings import RecoveryOptions
 
 from .families import FAMILIES
 from .losses import losses_by_name

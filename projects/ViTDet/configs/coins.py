@@ -20,7 +20,7 @@ from detectron2.solver import WarmupParamScheduler
 from detectron2.solver.build import get_default_optimizer_params
 from fvcore.common.param_scheduler import MultiStepParamScheduler
 
-from d2_memfit.config import find_config_file
+from d2_memfit.config.files import find_config_file
 from d2_memfit.data import register_coco
 
 DATASET = "output/coins/dataset"

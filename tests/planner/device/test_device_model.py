@@ -11,7 +11,7 @@ from benchmarks import zoo
 from scipy.stats import spearmanr
 from tiny import ROOT
 
-from d2_memfit.config import CARDS, find_card
+from d2_memfit.config.cards import CARDS, find_card
 from d2_memfit.errors import ConfigError, DataError
 from d2_memfit.planner.device import DeviceModel, DoesNotFit, device_model
 from d2_memfit.planner.device.device_model import device_names

@@ -18,7 +18,8 @@ from forks import run_forked
 from fvcore.nn import sigmoid_focal_loss
 from torch import nn
 
-from d2_memfit.config import find_config_file, load_cfg
+from d2_memfit.config.files import find_config_file
+from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import process_memory
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_fake, make_fake

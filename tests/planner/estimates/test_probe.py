@@ -13,7 +13,7 @@ from tiny import tiny_cfg
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.cli.commands import main
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel

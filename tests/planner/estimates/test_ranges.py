@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job
 from d2_memfit.planner.device import DeviceModel, DeviceUse, device_model
 from d2_memfit.planner.estimates import DryJob

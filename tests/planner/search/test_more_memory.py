@@ -3,7 +3,7 @@
 
 import pytest
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob, margin_of

@@ -8,7 +8,7 @@ from detectron2.utils.events import EventStorage
 from injection import seed_all
 from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimates import DryJob

@@ -8,7 +8,7 @@ from detectron2.structures import Boxes, RotatedBoxes, pairwise_iou
 from torchvision.ops import deform_conv2d
 
 from d2_memfit import estimate_memory
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase, rotated
 from d2_memfit.planner.estimates import steps
 from d2_memfit.planner.stand_ins import compiled_operators, cuda_as_cpu

@@ -23,7 +23,7 @@ from detectron2.utils.events import EventStorage
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import (
     TensorMeter,
     auto_budget_gb,

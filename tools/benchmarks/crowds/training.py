@@ -19,9 +19,9 @@ from torch import Tensor
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.units import GB
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.memory import enforce_budget, is_out_of_memory, process_memory, return_large_blocks
-from d2_memfit.settings import RecoveryOptions
 from d2_memfit.techniques import apply_techniques
 
 from ..common import CONFIG, machine, sampled_data_bytes

@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
+from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine import launch
-from d2_memfit.settings import RecoveryOptions
 
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from d2_memfit.common.units import GB
-from d2_memfit.config import load_cfg
+from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import enforce_budget, process_memory, return_large_blocks
 from d2_memfit.techniques import apply_techniques
 

@@ -7,11 +7,11 @@ from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
 from d2_memfit.cli import train
-from d2_memfit.config import get_cfg, with_settings
+from d2_memfit.config.load import get_cfg, with_settings
+from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
 from d2_memfit.engine import AccumulatingTrainer
 from d2_memfit.errors import ConfigError, one_line
 from d2_memfit.job import Job
-from d2_memfit.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
 
 
 def pieces(**arguments):

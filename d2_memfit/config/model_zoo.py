@@ -4,8 +4,9 @@
 from detectron2.config import CfgNode
 
 from ..common.checks import did_you_mean
-from ..config import OUR_ZOO, load_cfg
 from ..errors import ConfigError
+from .files import OUR_ZOO
+from .load import load_cfg
 
 __all__ = ["get_config", "get_config_file", "list_configs"]
 

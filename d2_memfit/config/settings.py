@@ -12,25 +12,16 @@ from detectron2.utils import comm
 
 from .. import compat
 from ..common.checks import check_all, check_positive_int
-from ..config import (
-    PRESETS,
-    check_arguments,
-    checks_of,
-    with_memfit_keys,
-    with_settings,
-)
 from ..errors import ConfigError
 from ..iteration import BatchGeometry
 from ..memory import auto_budget_gb
 from ..techniques import TECHNIQUES, workers_bytes
+from .cards import PRESETS
+from .keys import check_arguments, checks_of
+from .load import with_memfit_keys, with_settings
 
-__all__ = [
-    "NormalizerOptions",
-    "RecoveryOptions",
-    "Settings",
-    "auto_scale_workers",
-    "check_settings",
-]
+__all__ = ["NormalizerOptions", "RecoveryOptions", "Settings", "auto_scale_workers"]
+__all__ += ["check_settings"]
 
 
 @dataclass(frozen=True)
