@@ -130,12 +130,13 @@ def _measure(job: Job, batch: list[object]) -> int:
 def worst_real_images(parts: Parts, num_images: int) -> list[Any]:
     """Read and map the most crowded images and the largest ones; return the largest results."""
     loader = readable_loader(parts)
+    added = {k: value for k, value in loader.first.items() if k not in ("height", "width")}
     with empty_files():
         dicts = [d for name in loader.names for d in DatasetCatalog.get(name)]
         crowded = sorted(dicts, key=num_instances_of)[-num_images:]
         large = sorted(dicts, key=lambda d: d.get("height", 0) * d.get("width", 0))[-num_images:]
         candidates = list({id(d): d for d in (*crowded, *large)}.values())
-        tried = [loader.mappers[0]({**loader.first, **copy.deepcopy(d)}) for d in candidates]
+        tried = [loader.mappers[0]({**added, **copy.deepcopy(d)}) for d in candidates]
     images = [image for image in tried if image is not None]
     if len(images) < num_images:
         names = ", ".join(loader.names)

@@ -75,7 +75,7 @@ def _most(measure: Callable[[Size], tuple[int, int]], draws: Sequence[_Draw]) ->
 
 def _by_aspect(draws: Sequence[_Draw]) -> list[list[_Draw]]:
     """The groups of DATALOADER.ASPECT_RATIO_GROUPING."""
-    groups = ([d for d in draws if _is_wide(d.original) == wide] for wide in (False, True))
+    groups = ([d for d in draws if _is_wide(d.original) == wide] for wide in (True, False))
     return [group for group in groups if group]
 
 
@@ -301,7 +301,7 @@ def _extreme(sizes: Iterable[Size], resizes: set[Size]) -> list[Size]:
         resizes: lengths of the shorter side and limits of the longer side for the resize.
     """
     found: list[Size] = []
-    for is_wide in (False, True):
+    for is_wide in (True, False):
         group = [size for size in sizes if _is_wide(size) == is_wide]
         if not group:
             continue
