@@ -118,7 +118,9 @@ class DeviceModel(Speeds):
         card = find_card(str(name))
         if Path(name).suffix in (".yaml", ".yml"):
             values = load_yaml(name, "--device ")
-            fields: dict[str, Any] = {**asdict(cls()), "name": Path(name).stem, **(values or {})}
+            if not isinstance(values, dict):
+                raise ConfigError(f"--device {name} has no fields of a device, such as context_mb")
+            fields = {**asdict(cls()), "name": Path(name).stem, **values}
             device: DeviceModel = load_fields(cls, fields, str(name))
             return device
         if card is not None:

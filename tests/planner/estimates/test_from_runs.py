@@ -39,7 +39,7 @@ def cfg():
 @pytest.fixture
 def wrong(tmp_path):
     """A device file with numbers far from those of any CPU."""
-    values = asdict(device.DeviceModel.load("cpu"))
+    values = {**asdict(device.DeviceModel.load("cpu")), "is_this_process": False}
     file = tmp_path / "wrong.yaml"
     file.write_text(yaml.safe_dump({**values, "context_mb": 4000, "other_tensors_mb": 0}))
     return str(file)
