@@ -61,6 +61,7 @@ _BIASES = {
     aten.native_group_norm.default: (2, 1),
     aten.native_layer_norm.default: (3, -1),
 }
+_TRUE_OF_ZEROS = {aten.ge.Tensor, aten.le.Tensor}
 # Views by another name, and the operator that resizes its argument.
 _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
 
@@ -351,7 +352,9 @@ def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         return (changed[0] if len(returns) == 1 else tuple(changed)) if returns else None
     if func is aten.index.Tensor:
         args = (args[0], _without_masks(args[1]))
-    fill = int(_asks_if_finite(func, args) or func.overloadpacket is aten.all)
+    # As of zeros: criteria assert that no box has its right side left of its left one.
+    is_true = func in _TRUE_OF_ZEROS or func.overloadpacket is aten.all
+    fill = int(is_true or _asks_if_finite(func, args))
     result = mapped(lambda t: _from_meta(t, fill), on_meta(func, args, kwargs))
     if func in _BIASES:
         _add_bias(func, args, result)

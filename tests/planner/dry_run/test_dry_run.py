@@ -257,6 +257,18 @@ def test_what_is_made_of_fake_tensors_is_fake_if_it_is_large():
         assert len(product.gt(0).nonzero()) == 0  # of unknown values, none counts
 
 
+@pytest.mark.parametrize("num", [10, 2**18])
+def test_boxes_without_values_are_valid(num):
+    """As DETR, OneNet and detrex assert."""
+    with WithoutValues():
+        weight = make_fake(torch.ones(256, 4))
+        x, y, width, height = (torch.ones(num, 256) @ weight).sigmoid().unbind(-1)
+        sides = [x - 0.5 * width, y - 0.5 * height, x + 0.5 * width, y + 0.5 * height]
+        boxes = torch.stack(sides, dim=-1)
+        assert is_fake(boxes) == (boxes.nbytes >= 2**20)
+        assert (boxes[:, 2:] >= boxes[:, :2]).all()
+
+
 def test_mixed_precision_has_the_formats_of_a_gpu():
     x = torch.ones(2, 8, 4, 4, dtype=torch.bfloat16)
     weight = torch.ones(8, 8, 1, 1)
