@@ -7,6 +7,7 @@ import sys
 
 from .cli.command_line import command_parser
 from .common.library_warnings import ignore_warnings_of_libraries
+from .common.without_dynamo import import_dynamo_later
 from .environment import missing
 
 
@@ -22,6 +23,8 @@ def main() -> None:
         sys.exit(2)
     if sys.argv[1:2] != ["train"]:
         command_parser().parse_args()  # help, version and errors, before PyTorch is imported
+    if sys.argv[1:2] in (["estimate"], ["explain"], ["plan"]):
+        import_dynamo_later()
     ignore_warnings_of_libraries()
     gc.disable()  # nothing that is imported is ever freed: to look for it takes a tenth of a plan
     from .cli.commands import main as run

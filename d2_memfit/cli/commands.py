@@ -22,20 +22,14 @@ from ..doctor import answer_of_findings, examine
 from ..engine.ending import signals_end_at_once
 from ..engine.launch import world_size
 from ..errors import ConfigError, exit_on_error
-from ..explain import (
-    Explanation,
-    Help,
-    answer_of_run,
-    describe_run,
-    describe_runs,
-    explain_each,
-    page_of_run,
-    plan_for,
-)
+from ..explain import Explanation, Help
+from ..explain.sources import read_runs
+from ..explain.text import answer_of_run, describe_run, describe_runs
+from ..explain.verdict import Predictions, explain_run, plan_for
 from ..job import Job, find_function, load_lazy_config
 from ..measure import measure_gpu
 from ..memory import use_expandable_segments
-from ..planner.estimates import objects_that_fit, run_dry
+from ..planner.estimates import DryJob, objects_that_fit, run_dry
 from ..planner.search import Plan, plan_memory
 from ..planner.writing import (
     answer_of_estimate,
@@ -43,9 +37,8 @@ from ..planner.writing import (
     describe_estimate,
     describe_plan,
     first_of,
+    keys_as_yaml,
     lazy_file,
-    page_of_estimate,
-    page_of_plan,
     planned_yaml,
 )
 from ..predict.estimate import estimate_inference
@@ -91,34 +84,53 @@ def _explain(args: argparse.Namespace) -> None:
         settings_of_card(args.card)  # raises at once if there is none
     if args.instances is not None:
         check_positive_int("--instances", args.instances)
-    each = list(explain_each(args.log, help))
-    explanation = Explanation(tuple(one.told for one in each))
+    predict, named = Predictions(help), [*enumerate(read_runs(args.log), 1)]
+    each = [
+        predict(f"run {i}", run)[1] if args.json else explain_run(f"run {i}", run, None)
+        for i, run in named
+    ]
+    as_json = json.dumps(asdict(Explanation(tuple(each))), indent=2)
     if args.json and args.output is None and args.html is None:
-        print_text(json.dumps(asdict(explanation), indent=2))
+        print_text(as_json)
         return
     # The last run that died, or else the last.
-    died = [one for one in each if one.told.oom is not None]
-    run, prediction, told = (died or each)[-1]
-    fitting = None if prediction is None else plan_for(run, prediction, args.card)
-    plan = None if fitting is None else fitting.plan
+    number, run = max(named, key=lambda pair: (pair[1].oom is not None, pair[0]))
+    prediction, told = predict(f"run {number}", run)
+    is_on_card = run.oom.case != "host" if run.oom else run.ended not in ("diverged", "error")
+    wants_plan = is_on_card or args.card is not None or args.output is not None
+    plan = plan_for(run, prediction, args.card) if prediction and wants_plan else None
     writes = args.output is not None and plan is not None and plan.fits
     if prediction is not None and plan is not None and writes:
         with output_file(args.output, "w") as file:
             file.write(_planned_file(args, prediction.rebuilt.job, plan))
-    answer, details = answer_of_run(told, prediction, plan), describe_run(run, told, prediction)
+    answer = answer_of_run(run, told, prediction, plan)
+    details = describe_run(run, told, prediction)
     next_step = after_explain(args, told, plan)
     if each[1:]:
         answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
-        details = f"{describe_runs(explanation.runs)}\n\n{details}"
+        details = f"{describe_runs(each)}\n\n{details}"
     if args.html is not None:
-        page = page_of_run(run, told, prediction, fitting, answer, details, next_step)
-        write_page(page, args.html)
+        keys = keys_as_yaml(prediction.rebuilt.job, plan) if prediction and plan else ""
+        steps = {"as it ran": prediction.dry_job} if prediction else {}
+        texts = {"Answer": answer, "Keys": keys, "Next": next_step, "Details": details}
+        _write_page(args, f"A log explained: {told.name}", texts, steps, plan and plan.budget_gb)
     if args.json:
-        print_text(json.dumps(asdict(explanation), indent=2))
+        print_text(as_json)
     else:
         show(put_together(args, answer, details, next_step))
     if args.output is not None and not writes:
         sys.exit(_DOES_NOT_FIT)
+
+
+def _write_page(
+    args: argparse.Namespace,
+    title: str,
+    texts: dict[str, str],
+    steps: dict[str, DryJob],
+    limit_gb: Optional[float],
+) -> None:
+    events = {name: dry_job.device.events(dry_job.training) for name, dry_job in steps.items()}
+    write_page(args.html, title, texts, events, limit_gb)
 
 
 def _planned_file(args: argparse.Namespace, job: Job, plan: Plan) -> str:
@@ -193,7 +205,8 @@ def _estimate(args: argparse.Namespace) -> None:
     text, details = _with_notes(args, answer, describe_estimate(estimate))
     next_step = after_a_look(args)
     if args.html is not None:
-        write_page(page_of_estimate(dry_job, text, next_step, say), args.html)
+        texts = {"Answer": text, "Next": next_step, "Details": details}
+        _write_page(args, "What a job needs", texts, {"training": dry_job}, job.budget_gb)
     _print(args, estimate, text, details, next_step)
 
 
@@ -224,7 +237,10 @@ def _plan(args: argparse.Namespace) -> None:
             run_dry(j, device, evaluates=False, run=args.run)
             for j in (job, job.with_settings(plan.settings))
         )
-        write_page(page_of_plan(plan, before, after, text, next_step, say), args.html)
+        keys = keys_as_yaml(job, plan)
+        texts = {"Answer": text, "Keys": keys, "Next": next_step, "Details": details}
+        steps = {"without the plan": before, "with the plan": after}
+        _write_page(args, f"A plan for {plan.budget_gb:.4g} GB", texts, steps, plan.budget_gb)
     if args.output is not None and plan.fits:
         is_lazy_file = args.config_file.endswith(".py") and args.output.suffix == ".py"
         file_text = lazy_file(args.config_file, args.opts, plan) if is_lazy_file else None
@@ -294,8 +310,11 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command != "train" and world_size(1) > 1:
         raise ConfigError(f"{args.command} runs in one process: start it without torchrun")
     if args.command in ("estimate", "explain", "plan"):
-        outputs = [getattr(args, option, None) for option in ("output", "html")]
-        check_outputs(filter(None, outputs), files_read(args))
+        named = (getattr(args, option, None) for option in ("output", "html"))
+        outputs = [path for path in named if path is not None]
+        if args.command == "explain" and (there := [path for path in outputs if path.is_file()]):
+            raise ConfigError(f"the output {there[0]} exists: name a new file")
+        check_outputs(outputs, files_read(args))
     try:
         _RUN[args.command](args)
     finally:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from ..config.cards import PRESETS, find_card
 
 if TYPE_CHECKING:
-    from ..explain import ExplainedRun
+    from ..explain.verdict import ExplainedRun
     from ..planner.search import Plan
 
 __all__ = [
@@ -39,6 +39,9 @@ def after_explain(args: argparse.Namespace, told: "ExplainedRun", plan: "Optiona
     explain += _repeated("--project", args.project)
     explain += [word for dataset in args.coco for word in ("--coco", *dataset)]
     card = ["--card", args.card] if args.card else []
+    is_of_host = told.oom is not None and told.oom.case == "host"
+    if plan is None and (is_of_host or told.ended in ("diverged", "error")):
+        return ""  # memory of the card was not the cause
     if told.not_rebuilt:
         if "has no config" in told.not_rebuilt:
             folder = _line(*explain[:2], "OUTPUT_DIR", *explain[3:], *card)

@@ -5,20 +5,16 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from .explanation import *
-from .fitting import *
-from .page import *
-from .rebuild import *
-from .records import *
-from .sources import *
-from .text import *
-from .whole import *
+from .rebuild import Help
+from .verdict import Explanation, explain
+
+__all__ = ["Explanation", "Help", "explain"]
 
 
 class _Callable(ModuleType):
     """The room, which is called as the function: ``d2_memfit.explain(path)``."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> "Explanation":
+    def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
         return explain(*args, **kwargs)
 
 

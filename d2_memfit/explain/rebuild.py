@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
+from detectron2 import data
 from detectron2.config import CfgNode
-from detectron2.data import DatasetMapper, build_detection_train_loader
 from detectron2.data import transforms as T
 from detectron2.engine import DefaultTrainer
 from detectron2.modeling import META_ARCH_REGISTRY
@@ -20,15 +20,15 @@ from ..data.registration import register_coco
 from ..errors import ConfigError
 from ..job import Job
 from ..planner.device import DeviceModel
-from .datasets import describe_datasets
 from .records import LoggedRun
 
-__all__ = ["Help", "Rebuilt", "card_of", "rebuild"]
+__all__ = ["Help", "Rebuilt", "card_of", "rebuild", "release_of"]
 
 # Values of the log that are of its machine.
 _HERE = {"OUTPUT_DIR": "./output", "MODEL.DEVICE": "cuda"}
 _NO_LIMIT = 10_000  # pixels of a longest side
-_MOST_IMAGES, _MOST_DATASETS = 256, 16  # on a GPU, and of a split: more is a mistake
+_MOST_IMAGES, _MOST_CLASSES = 256, 10_000  # on a GPU, of a dataset: more is a mistake
+_KINDS = {"semantic": "sem_seg", "panoptic": "coco_panoptic_seg"}
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,11 @@ class Help:
     lazy_job: Optional[Callable[[int], Job]] = None
 
 
-@dataclass(frozen=True)
-class Rebuilt:
-    """A run's job on its card.
-
-    Attributes:
-        pytorch: the release, such as (1, 13); None if the log does not say.
-        left_out: keys of the log's config that this Detectron2 does not have.
-        assumed: a line for each thing that is not known, with what was taken for it.
-    """
+class Rebuilt(NamedTuple):
+    """A run's job on its card, and a line for each thing that is not known."""
 
     job: Job
     device: DeviceModel
-    pytorch: Optional[tuple[int, int]]
-    left_out: list[str]
     assumed: list[str]
 
 
@@ -75,66 +66,56 @@ def rebuild(run: LoggedRun, help: Help) -> Rebuilt:
     Raises:
         ConfigError: something of the job is neither in the log nor here.
     """
-    device, assumed = _device_of(run)
-    release = _release(run.software.get("torch"))
+    card, _ = card_of(run)
+    device, assumed, release = (
+        DeviceModel.load(card.device if card else "cuda"),
+        [],
+        release_of(run),
+    )
+    if card is None:
+        said = run.gpus[0] if run.gpus else "a card that the log does not name"
+        assumed.append(f"{said}, taken for a current CUDA card")
+        device = replace(device, card_is_known=bool(run.gpus))
+    if release is None:
+        assumed.append("the log does not say which PyTorch ran")
+    # Until 2.0, gradients existed in each forward.
+    device = replace(device, release_is_known=release is not None and release >= (2, 0))
     ranks = run.ranks or 1
     if run.is_lazy and help.lazy_job is not None:
-        return Rebuilt(help.lazy_job(ranks), device, release, [], assumed)
-    cfg, left_out = _config_of(run, help.add_keys)
-    cfg = DefaultTrainer.auto_scale_workers(cfg, ranks)
+        return Rebuilt(help.lazy_job(ranks), device, assumed)
+    cfg = DefaultTrainer.auto_scale_workers(_config_of(run, help.add_keys, assumed), ranks)
     cfg.defrost()
-    images = cfg.SOLVER.IMS_PER_BATCH
-    is_number = isinstance(images, int) and images > 0
-    if is_number and images // ranks > _MOST_IMAGES:
-        raise ConfigError(f"no GPU has {images // ranks} images: SOLVER.IMS_PER_BATCH {images}")
-    if is_number and images % ranks:
-        cfg.SOLVER.IMS_PER_BATCH = max(images // ranks, 1) * ranks
-        per_rank = cfg.SOLVER.IMS_PER_BATCH // ranks
-        assumed.append(
-            f"SOLVER.IMS_PER_BATCH {images} does not divide by {ranks} ranks: {per_rank} each"
-        )
+    _divide(cfg, ranks, assumed)
     for dataset in help.coco:
         register_coco(*dataset)
     if help.coco and not {name for name, _, _ in help.coco} & {*cfg.DATASETS.TRAIN}:
         cfg.DATASETS.TRAIN = (help.coco[0][0],)
     cfg.DATASETS.TRAIN = cfg.DATASETS.TRAIN or ("of_the_log",)
     for split in ("TRAIN", "TEST"):
-        cfg.DATASETS[split] = tuple(map(str, cfg.DATASETS[split][:_MOST_DATASETS]))
-    trainer = help.trainer
-    if trainer is None:
-        trainer, lines = _trainer_of(run)
-        assumed += lines
+        cfg.DATASETS[split] = tuple(map(str, cfg.DATASETS[split]))
+    trainer = help.trainer or _trainer_of(run, assumed)
     name = cfg.MODEL.META_ARCHITECTURE
     if help.trainer is None and name not in META_ARCH_REGISTRY:
         raise ConfigError(f"the model {name} is not Detectron2's: its code is not here")
-    describe_datasets(cfg)
+    _describe_datasets(cfg)
     mean = run.objects / run.images if run.objects and run.images else None
-    job = Job.from_trainer(
-        trainer,
-        cfg,
-        ranks,
-        image_size=help.image_size,
-        num_instances=help.num_instances,
-        mean_instances=mean,
-    )
-    return Rebuilt(job, device, release, left_out, assumed)
+    sizes = {"image_size": help.image_size, "num_instances": help.num_instances}
+    job = Job.from_trainer(trainer, cfg, ranks, mean_instances=mean, **sizes)
+    return Rebuilt(job, device, assumed)
 
 
-def _config_of(run: LoggedRun, add_keys: Sequence[Callable[..., Any]]) -> tuple[CfgNode, list[str]]:
-    """The config, and the keys that are not in it because nothing here has them."""
+def _config_of(run: LoggedRun, add_keys: Sequence[Any], assumed: list[str]) -> CfgNode:
     if run.is_lazy:
-        raise ConfigError(
-            "it is a LazyConfig, whose code is not in a log: name its file, --config-file "
-            f"{run.config_file or 'FILE.py'}"
-        )
+        why = "it is a LazyConfig, whose code is not in a log"
+        raise ConfigError(f"{why}: name its file, --config-file {run.config_file}")
     cfg = load_cfg(run.zoo_config or "", (), add_keys)
-    values: dict[str, Any] = dict(run.overrides)
-    if run.config_text:
-        values = dict(_leaves(run.config()))
-    elif not run.zoo_config:
+    if not run.config_text and not run.zoo_config:
         raise ConfigError("the log has no config: give config.yaml of its OUTPUT_DIR, too")
+    values = dict(_leaves(run.config())) if run.config_text else run.overrides
     left_out = [key for key, value in {**values, **_HERE}.items() if not _set(cfg, key, value)]
-    return cfg, left_out
+    if left_out:
+        assumed.append(f"without keys that this Detectron2 does not have: {', '.join(left_out)}")
+    return cfg
 
 
 def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -149,10 +130,8 @@ def _set(cfg: CfgNode, key: str, value: Any) -> bool:
     """Set a key, with the type that it has here; False if there is no such key."""
     *path, name = key.split(".")
     for part in path:
-        cfg = cfg.get(part)
-        if not isinstance(cfg, CfgNode):
-            return False
-    if name not in cfg or isinstance(cfg[name], CfgNode):
+        cfg = cfg.get(part) if isinstance(cfg, CfgNode) else None
+    if not isinstance(cfg, CfgNode) or name not in cfg or isinstance(cfg[name], CfgNode):
         return False
     cfg[name] = _typed(value, cfg[name])
     return True
@@ -169,40 +148,67 @@ def _typed(value: Any, like: Any) -> Any:
     return value
 
 
-def _trainer_of(run: LoggedRun) -> tuple[Any, list[str]]:
+def _divide(cfg: CfgNode, ranks: int, assumed: list[str]) -> None:
+    """Round a batch that the ranks do not divide down. What is not a batch, the job refuses."""
+    images = cfg.SOLVER.IMS_PER_BATCH
+    if not isinstance(images, int) or images < 1:
+        return
+    per_rank = max(images // ranks, 1)
+    if per_rank > _MOST_IMAGES:
+        raise ConfigError(f"no GPU has {per_rank} images: SOLVER.IMS_PER_BATCH {images}")
+    cfg.SOLVER.IMS_PER_BATCH = per_rank * ranks
+    if images != per_rank * ranks:
+        what = f"SOLVER.IMS_PER_BATCH {images} does not divide by {ranks} ranks"
+        assumed.append(f"{what}: {per_rank} each")
+
+
+def _describe_datasets(cfg: CfgNode) -> None:
+    """Give datasets that are not registered the metadata that mappers and models ask for.
+
+    The mapper's name in INPUT.DATASET_MAPPER_NAME, which MaskFormer and its successors have, tells
+    whether images have label images, segments or objects. Classes have numbers for names.
+    """
+    mapper = cfg.INPUT.get("DATASET_MAPPER_NAME", "")
+    kind = next((kind for word, kind in _KINDS.items() if word in mapper), "coco")
+    classes = [f"class {i}" for i in range(min(cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES, _MOST_CLASSES))]
+    ids = {i: i for i in range(len(classes))}
+    for name in {*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST} - {*data.DatasetCatalog}:
+        data.MetadataCatalog.pop(name, None)  # another run may have had a dataset of this name
+        data.MetadataCatalog.get(name).set(
+            evaluator_type=kind,
+            ignore_label=cfg.MODEL.SEM_SEG_HEAD.IGNORE_VALUE,
+            stuff_classes=classes,
+            thing_classes=classes,
+            stuff_dataset_id_to_contiguous_id=ids,
+            thing_dataset_id_to_contiguous_id=ids,
+        )
+
+
+def _trainer_of(run: LoggedRun, assumed: list[str]) -> Any:
     """Detectron2's trainer, with the augmentations that the log has printed."""
-    if not run.augmentations:
-        return DefaultTrainer, []
+    text = run.augmentations
+    if not text:
+        return DefaultTrainer
     try:
-        augmentations = [_made(call) for call in _calls_in(run.augmentations)]
+        parsed = ast.parse(text[text.index("[") : text.rindex("]") + 1], mode="eval").body
+        augmentations = [_made(call) for call in getattr(parsed, "elts", [])]
         T.AugmentationList(augmentations)  # raises if one is none
-        lines = [line for a in augmentations if (line := _limit(a))]
     except (AssertionError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
-        return DefaultTrainer, [
-            "the augmentations are those of the config; those of the log cannot be made: "
-            f"{run.augmentations:.99}"
-        ]
+        why = "the augmentations are those of the config; those of the log cannot be made"
+        assumed.append(f"{why}: {text:.99}")
+        return DefaultTrainer
+    for resize in augmentations:
+        if isinstance(resize, T.ResizeShortestEdge) and resize.max_size >= _NO_LIMIT:
+            resize.max_size = 2 * max(resize.short_edge_length)
+            assumed.append(f"no image is longer than {resize.max_size} pixels")
 
     class AsLogged(DefaultTrainer):
         @classmethod
         def build_train_loader(cls, cfg: CfgNode) -> Any:
-            mapper = DatasetMapper(cfg, is_train=True, augmentations=augmentations)
-            return build_detection_train_loader(cfg, mapper=mapper)
+            mapper = data.DatasetMapper(cfg, is_train=True, augmentations=augmentations)
+            return data.build_detection_train_loader(cfg, mapper=mapper)
 
-    return AsLogged, lines
-
-
-def _limit(augmentation: Any) -> str:
-    """Limit the longest side of resized images if nothing does; returns what is assumed."""
-    if not isinstance(augmentation, T.ResizeShortestEdge) or augmentation.max_size < _NO_LIMIT:
-        return ""
-    augmentation.max_size = 2 * max(augmentation.short_edge_length)
-    return f"no image is longer than {augmentation.max_size} pixels, twice its shorter side"
-
-
-def _calls_in(text: str) -> list[ast.expr]:
-    parsed = ast.parse(text[text.index("[") : text.rindex("]") + 1], mode="eval").body
-    return parsed.elts if isinstance(parsed, ast.List) else []
+    return AsLogged
 
 
 def _made(node: ast.expr) -> Any:
@@ -213,9 +219,8 @@ def _made(node: ast.expr) -> Any:
     kind = getattr(T, name, None)
     if not (isinstance(kind, type) and issubclass(kind, (T.Augmentation, T.Transform))):
         raise ValueError(f"{name or ast.unparse(node.func)} is not Detectron2's")
-    return kind(
-        *(_made(arg) for arg in node.args), **{k.arg or "": _made(k.value) for k in node.keywords}
-    )
+    keywords = {k.arg or "": _made(k.value) for k in node.keywords}
+    return kind(*map(_made, node.args), **keywords)
 
 
 def card_of(run: LoggedRun) -> tuple[Optional[Card], Optional[float]]:
@@ -230,21 +235,7 @@ def card_of(run: LoggedRun) -> tuple[Optional[Card], Optional[float]]:
     return find_card(name, said), said
 
 
-def _device_of(run: LoggedRun) -> tuple[DeviceModel, list[str]]:
-    card, _ = card_of(run)
-    device = DeviceModel.load(card.device if card else "cuda")
-    lines = []
-    if card is None:
-        said = run.gpus[0] if run.gpus else "a card that the log does not name"
-        lines.append(f"{said}, taken for a current CUDA card")
-        device = replace(device, card_is_known=bool(run.gpus))
-    release = _release(run.software.get("torch"))
-    if release is None:
-        lines.append("the log does not say which PyTorch ran: 2.0 or later")
-        return replace(device, release_is_known=False), lines
-    return device.with_pytorch(release), lines
-
-
-def _release(version: Optional[str]) -> Optional[tuple[int, int]]:
-    found = re.match(r"(\d+)\.(\d+)", version or "")
+def release_of(run: LoggedRun) -> Optional[tuple[int, int]]:
+    """The release of PyTorch, such as (1, 13); None if the log does not say."""
+    found = re.match(r"(\d+)\.(\d+)", run.software.get("torch", ""))
     return (int(found[1]), int(found[2])) if found else None

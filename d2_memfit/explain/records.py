@@ -13,47 +13,43 @@ from typing import Any, NamedTuple, Optional
 import yaml
 
 from ..common.reading import SafeLoader
-from ..errors import DataError
+from ..errors import DataError, one_line
 
-__all__ = ["ERROR_ALONE", "LoggedRun", "OomText", "Progress", "clean", "read_parts", "runs_in"]
+__all__ = ["CONTEXT_MIB", "ERROR_ALONE", "LoggedRun", "OomText", "Progress", "clean", "read_parts"]
 
+# What the context, kernels and other libraries of one process take, at least and at most:
+# planner/device has the sources.
+CONTEXT_MIB = (287.0, 426.0 + 380.0)
 ERROR_ALONE = "only the error is known: whether iterations ran before it is not"  # a note
 
-_LINES, _LINE = 2_000_000, 10_000  # of a log; characters, a longer line is cut
-_MESSAGE, _RUNS = 10_000, 1_000  # lines of a message; trainings
+_LINE, _MESSAGE = 10_000, 10_000  # characters, a longer line is cut; lines of a message
 
 _COLOUR = re.compile(r"\x1b\[[\d;?]*[A-Za-z]")
 _NOT_SHOWN = re.compile(r"[^\w !-~]+")  # what is neither a letter of any script nor in ASCII
 # [12/30 02:18:09] d2.utils.events INFO: text, or [01/06 11:33:38 d2.utils.events]: text
 # In a pasted text, colours may have lost the escape character.
-_HEAD = re.compile(r"\[(\d\d/\d\d \d\d:\d\d:\d\d)(?: [\w.-]+)?\](?: [\w.-]+ [A-Z]+)?: ?(?:\[0m)?")
+_HEAD = re.compile(r"\[\d\d/\d\d \d\d:\d\d:\d\d(?: [\w.-]+)?\](?: [\w.-]+ [A-Z]+)?: ?(?:\[0m)?")
 _ITERATION = re.compile(r"\biter(?:: |ation\": )(\d{1,12})(?:[ ,]|$)")  # or in metrics.json
 _SECONDS = re.compile(r" \"?time\"?: (\d{1,9}\.\d{1,9})")
 _PEAK = re.compile(r"max_mem: (\d{1,9})M")
+_DIVERGED = re.compile(r"(?i)FloatingPointError|\bdiverged\b|\btotal_loss\"?: [+-]?(?:nan|inf)")
 
 _FACT = re.compile(  # the beginning of a line that tells fields of a run, or its software
     r"Rank of current process: \d+\. World size: (?P<ranks>\d{1,6})"
-    r"|Command line arguments: (?P<command>(?:.*?config_file='(?P<config_file>[^']*)')?.*)"
+    r"|Command line arguments: .*?config_file='(?P<config_file>[^']*)'"
     r"|(?:  MAX_ITER:|[\w.]{0,99}max_iter *=) *(?P<max_iter>\d{1,12})"
     r"|[\w\[\] ]{0,99}s used in training: (?P<augmentations>.*)"
     r"|(?:Removed [^.]{1,99}\. |Serializing )(?P<images>\d{1,12}) (?:images left|elements)"
-    r"|Distribution of instances among all (?P<classes>\d{1,9}) categories"
     # The row of the total, or of the only class
     r"|\|(?: *total *|[^|]*(?=\| *\d+ *\|$))\| *(?P<objects>\d{1,12})"
     r"|Starting training from iteration (?P<start_iter>\d{1,12})"
     r"|PyTorch +(?P<torch>\d\S{0,99})"
-    r"|detectron2 +(?P<detectron2>\d\S{0,99})"
-    r"|Python +(?P<python>\d\S{0,99})"
-    r"|(?:Driver version|\| NVIDIA-SMI [\d.]+ +Driver Version:) +(?P<driver>[\d.]{1,99})"
-    r"| +- CUDA Runtime (?P<cuda>\S{1,99})"
-    r"| +- CuDNN (?P<cudnn>\S{1,99})"
 )
 _GPU = re.compile(  # in "Environment info", of nvidia-smi -L, of nvidia-smi
-    r"GPU ([\d,]{1,99})(?:: | {2,})(\S.{0,99}?)(?: \((?:arch=|UUID).*)?$|"
+    r"GPU [\d,]{1,99}(?:: | {2,})(\S.{0,99}?)(?: \((?:arch=|UUID).*)?$|"
     r"\| +\d+ +((?:NVIDIA|Tesla|GeForce|Quadro|GRID|TITAN|RTX)(?: [^\s|.]+)*) +(?:On|Off|N/A) "
 )
-_TEXTS = {"Model:": "model_text", "Running with full config:": "config_text"}
-_OF_PROCESS = ("gpus", "gpu_count", "software", "ranks", "command", "config_file", "config_text")
+_OF_PROCESS = ("gpus", "software", "ranks", "config_file", "config_text")
 
 _FAILURE = re.compile(  # the beginning of a line about an error
     r"(?:\[\w+\]: *)?(?:(?P<error>[\w.]{0,99}(?:Error|Exception|Exit)(?::|$))"
@@ -82,10 +78,6 @@ _OOM_NUMBERS = {  # PyTorch up to 2.0; 2.1 (which writes capacty) and later
     "unallocated": rf"{_NUMBER} is reserved by PyTorch but unallocated",
     "process": rf"this process has {_NUMBER} memory in use",
 }
-_OTHER = re.compile(  # a framework, by what the first lines of its logs have
-    r"(?P<OpenMMLab>\bmm(?:det|engine|cv|seg)\b)|(?P<Keras>[Kk]eras|[Tt]ensor[Ff]low|ms/step)"
-    r"|(?P<Lightning>\b[Ll]ightning)|(?P<Ultralytics>[Uu]ltralytics|\bYOLOv\d|GPU_mem)"
-)
 
 
 class OomText(NamedTuple):
@@ -109,6 +101,16 @@ class OomText(NamedTuple):
     process: Optional[float] = None
 
     @property
+    def held_by_others(self) -> Optional[float]:
+        """MiB that other processes hold, at least; None if the message does not say."""
+        own = self.process
+        if own is None and self.held is not None:
+            own = self.held + CONTEXT_MIB[0]
+        if self.total is None or self.free is None or own is None:
+            return None
+        return max(self.total - self.free - own, 0.0)
+
+    @property
     def held(self) -> Optional[float]:
         """What PyTorch's allocator held in the process."""
         if self.reserved is None and self.allocated is not None and self.unallocated is not None:
@@ -129,45 +131,39 @@ class LoggedRun:
     """What a log says of one training. None or "" is not known.
 
     Attributes:
-        started: date and time of the first message, without the year.
         gpus: the names of the cards, each once.
-        software: versions of torch, cuda, cudnn, driver, detectron2 and python.
+        software: versions of torch, cuda, cudnn and detectron2.
         ranks: processes that train.
-        command: the command line's arguments, as they are printed.
         config_text: the full config as YAML.
         zoo_config, overrides: the config file that a notebook's code names, and the keys to which
             it gives values that can be read without running it.
-        model_text: the model as PyTorch prints it.
         augmentations: those of training, as they are printed.
-        images, objects, classes: of the training set, in what is left of it.
+        images, objects: of the training set, in what is left of it.
         start_iter, max_iter: of the schedule.
         progress: the iterations that were logged.
         oom: the out-of-memory error that ended the run.
         error: the last line of another error that ended the run.
+        has_diverged: whether the loss is not finite, in the last iteration or by the error.
         is_finished: whether the last iteration was logged.
         notes: doubts about what is said above.
     """
 
-    started: str = ""
     gpus: list[str] = field(default_factory=list)
-    gpu_count: Optional[int] = None
     software: dict[str, str] = field(default_factory=dict)
     ranks: Optional[int] = None
-    command: str = ""
     config_file: str = ""
     config_text: str = ""
     zoo_config: str = ""
     overrides: dict[str, Any] = field(default_factory=dict)
-    model_text: str = ""
     augmentations: str = ""
     images: Optional[int] = None
     objects: Optional[int] = None
-    classes: Optional[int] = None
     start_iter: Optional[int] = None
     max_iter: Optional[int] = None
     progress: list[Progress] = field(default_factory=list)
     oom: Optional[OomText] = None
     error: str = ""
+    has_diverged: bool = False
     is_finished: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -183,10 +179,10 @@ class LoggedRun:
 
     @property
     def ended(self) -> str:
-        """How it ended: "out of memory", "finished", "error" or "running"."""
-        if self.oom is not None:
-            return "out of memory"
-        return "finished" if self.is_finished else "error" if self.error else "running"
+        """How it ended: "out of memory", "diverged", "finished", "error" or "running"."""
+        ends = {"out of memory": self.oom, "diverged": self.has_diverged}
+        ends |= {"finished": self.is_finished, "error": self.error}
+        return next((how for how, is_so in ends.items() if is_so), "running")
 
     @property
     def peak_mib(self) -> Optional[float]:
@@ -202,22 +198,8 @@ class LoggedRun:
         try:
             values = yaml.load(self.config_text, SafeLoader)
         except (ValueError, yaml.YAMLError) as e:
-            why = " ".join(str(e).split())
-            raise DataError(f"the config in the log is not valid ({why})") from e
+            raise DataError(f"the config in the log is not valid ({one_line(e)})") from e
         return values if isinstance(values, dict) else {}
-
-
-def runs_in(lines: Iterable[str], name: str = "the log") -> list[LoggedRun]:
-    """The trainings of a log, in order.
-
-    Args:
-        lines: of a ``log.txt`` or of what a console shows, with colours or without.
-        name: what errors call them.
-
-    Raises:
-        DataError: the lines show no training with Detectron2, or are too many.
-    """
-    return read_parts([({}, lines)], name)
 
 
 def read_parts(parts: Iterable[tuple[dict[str, Any], Iterable[str]]], name: str) -> list[LoggedRun]:
@@ -228,56 +210,50 @@ def read_parts(parts: Iterable[tuple[dict[str, Any], Iterable[str]]], name: str)
         name: what errors call the log.
 
     Raises:
-        DataError: the lines show no training with Detectron2, or are too many.
+        DataError: the lines show no training with Detectron2.
     """
-    runs, whose = [LoggedRun()], "it has no line about an iteration"
+    runs = [LoggedRun()]
     for settings, lines in parts:
-        for date, message in _messages(lines, name):
+        for message in _messages(lines):
             first = message[0]
             begins = first == "Model:" or first.startswith("Starting training from iteration")
             if first.startswith("Rank of current process"):
                 runs.append(LoggedRun())
             elif begins and runs[-1].has_started:
                 runs.append(LoggedRun(**{key: getattr(runs[-1], key) for key in _OF_PROCESS}))
-            if len(runs) > _RUNS:
-                raise DataError(f"{name} shows more than {_RUNS} trainings")
             run = runs[-1]
             if not run.has_started:
                 vars(run).update(settings)
-            run.started = run.started or date
             run.error = "" if begins else run.error  # it did not end this run
             _take(run, message)
-            if found := None if date else _OTHER.search("\n".join(message[:100])[:10_000]):
-                whose = f"it is of {found.lastgroup}"
     trainings = [run for run in runs if run.has_started]
     if not trainings:
-        why = f"it ends in {runs[-1].error:.200}" if runs[-1].error else whose
-        raise DataError(f"{name} shows no training with Detectron2: {why}")
+        end = (
+            f"ends in {runs[-1].error:.200}" if runs[-1].error else "has no line about an iteration"
+        )
+        raise DataError(f"{name} shows no training with Detectron2: it {end}")
     return trainings
 
 
-def _messages(lines: Iterable[str], name: str) -> Iterator[tuple[str, list[str]]]:
-    """The date and the lines of each message; lines before the first one have no date.
+def _messages(lines: Iterable[str]) -> Iterator[list[str]]:
+    """The lines of each message.
 
     What stands before a date, such as the ">" of a mail, is left out of the lines that follow.
     """
-    date, prefix = "", ""
-    message: list[str] = []
-    for number, line in enumerate(lines):
-        if number >= _LINES:
-            raise DataError(f"{name} has more than {_LINES} lines")
+    prefix, message = "", list[str]()
+    for line in lines:
         text = clean(line)
         head = _HEAD.search(text, 0, 150)
         if message and (head or len(message) >= _MESSAGE):
-            yield date, message
+            yield message
             message = []
         if head:
-            date, prefix, text = head[1], text[: head.start()], text[head.end() :]
+            prefix, text = text[: head.start()], text[head.end() :]
         elif text.startswith(prefix.rstrip()):
             text = text[len(prefix) :]
         message.append(text)
     if message:
-        yield date, message
+        yield message
 
 
 def clean(line: str) -> str:
@@ -288,8 +264,8 @@ def clean(line: str) -> str:
 
 def _take(run: LoggedRun, message: list[str]) -> None:
     """Note what a message says."""
-    if name := _TEXTS.get(message[0]):
-        setattr(run, name, "\n".join(message[1:]).rstrip())
+    if message[0] == "Running with full config:":
+        run.config_text = "\n".join(message[1:]).rstrip()
     evaluates = False
     for line in message:
         found = _ITERATION.search(line, 0, 1000) if "lr" in line else None
@@ -300,8 +276,7 @@ def _take(run: LoggedRun, message: list[str]) -> None:
         elif found := _FAILURE.match(line):
             _take_failure(run, line, evaluates, is_error=found["error"] is not None)
         elif not run.has_started and (found := _GPU.match(line)):
-            run.gpus = list(dict.fromkeys([*run.gpus, found[2] or found[3]]))
-            run.gpu_count = (run.gpu_count or 0) + (found[1] or "").count(",") + 1
+            run.gpus = list(dict.fromkeys([*run.gpus, found[1] or found[2]]))
         else:
             evaluates = evaluates or any(call in line for call in _EVALUATES)
 
@@ -313,6 +288,7 @@ def _take_iteration(run: LoggedRun, iteration: int, line: str) -> None:
         run.oom = None  # training went on
     time, peak = _SECONDS.search(line), _PEAK.search(line)
     run.progress.append(Progress(iteration, time and float(time[1]), peak and float(peak[1])))
+    run.has_diverged = _DIVERGED.search(line) is not None
     run.is_finished = run.max_iter is not None and iteration + 1 >= run.max_iter
 
 
@@ -328,16 +304,15 @@ def _take_facts(run: LoggedRun, facts: dict[str, str]) -> None:
 
 
 def _take_failure(run: LoggedRun, line: str, evaluates: bool, is_error: bool) -> None:
-    on_card = _OOM.search(line)
-    found = on_card or _HOST_OOM.search(line)
+    found = (on_card := _OOM.search(line)) or _HOST_OOM.search(line)
     if found and run.oom is None:  # otherwise a console shows it again, or what came of it
         text, numbers = line[found.start() :][:1000], {}
         for name, pattern in _OOM_NUMBERS.items():
             if number := re.search(pattern, text):
                 value, unit = filter(None, number.groups())
                 numbers[name] = float(value) * _MIB[unit]
-        said = re.search(r"of iteration (\d{1,12}) on rank", line)  # by d2_memfit
-        iteration = int(said[1]) if said else None
+        said = re.findall(r"of iteration (\d{1,12}) on rank", line)  # by d2_memfit
+        iteration = int(said[0]) if said else None
         trained = any(iteration is None or p.iteration < iteration for p in run.progress)
         case = "evaluation" if evaluates else "after some iterations" if trained else "at once"
         is_alone = run.start_iter is None and not run.config_text and iteration is None
@@ -346,3 +321,4 @@ def _take_failure(run: LoggedRun, line: str, evaluates: bool, is_error: bool) ->
         run.oom = OomText(text, case if on_card else "host", iteration, **numbers)
     elif is_error and not found and not (line.endswith(":") and run.error):
         run.error = line.strip()  # what ends with ":" says less: torchrun's ChildFailedError
+        run.has_diverged = run.has_diverged or _DIVERGED.search(line) is not None

@@ -4,19 +4,21 @@
 import ast
 import os
 import re
+import sys
 from contextlib import suppress
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Union, cast
 
 from ..common.reading import checked, load_json
 from ..errors import DataError, printable
-from .records import LoggedRun, clean, read_parts, runs_in
+from .records import LoggedRun, clean, read_parts
 
 __all__ = ["read_runs"]
 
-_NOTEBOOK, _CONFIG = 2**26, 2**20  # bytes
+_CONFIG = 2**20  # bytes
 _LINE = 10_000  # characters; a longer line is read in pieces
-_CELLS, _CODE, _VALUE = 1_000, 100_000, 1_000  # cells; characters of all cells, and of a setting
+_CODE, _VALUE = 100_000, 1_000  # characters of all cells, and of a setting
 _KEY = re.compile(r"(?:\w+\.)*(?:cfg|config)\.(?!MODEL\.WEIGHTS)([A-Z][A-Z\d_]*(?:\.[A-Z\d_]+)*)")
 
 
@@ -24,12 +26,15 @@ def read_runs(path: Union[str, "os.PathLike[str]"]) -> list[LoggedRun]:
     """The trainings that a file or folder shows, in order.
 
     Args:
-        path: a ``log.txt``, the output of a console, a notebook, or an ``OUTPUT_DIR``.
+        path: a ``log.txt``, the output of a console, a notebook, or an ``OUTPUT_DIR``; "-" is
+            standard input.
 
     Raises:
         DataError: it cannot be read, or shows no training with Detectron2.
     """
     try:
+        if os.fspath(path) == "-":
+            return _runs_of_log(cast(BufferedReader, sys.stdin.buffer), "standard input")
         return _runs_of_folder(Path(path)) if os.path.isdir(path) else _runs_of_file(checked(path))
     except OSError as e:
         raise DataError(f"{path} cannot be read ({e.strerror or e})") from e
@@ -58,26 +63,30 @@ def _runs_of_file(name: str) -> list[LoggedRun]:
     if name.endswith(".ipynb"):
         return _runs_of_notebook(name)
     with open(name, "rb") as f:
-        head = f.read(2**16)
+        return _runs_of_log(f, name)
+
+
+def _runs_of_log(f: BufferedReader, name: str) -> list[LoggedRun]:
+    head = f.peek()
     encoding = "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8"  # PowerShell's
     if b"\0" in head and encoding == "utf-8" and b"iter: " not in head:
         raise DataError(f"{name} is not a log: it has binary data")
-    with open(name, encoding=encoding, errors="replace") as text:
-        return runs_in(iter(lambda: text.readline(_LINE), ""), name)
+    text = TextIOWrapper(f, encoding, "replace")
+    return read_parts([({}, iter(lambda: text.readline(_LINE), ""))], name)
 
 
 def _runs_of_notebook(name: str) -> list[LoggedRun]:
     """The trainings whose outputs a notebook has, with the settings that its code makes before."""
-    if os.path.getsize(name) > _NOTEBOOK:
-        raise DataError(f"{name} is too large for a notebook: save the log alone")
     code, parts = _Code(), []
     try:
-        for cell in load_json(name)["cells"][:_CELLS]:
+        for cell in load_json(name)["cells"]:
             if cell["cell_type"] == "code":
                 code.read("".join(cell["source"]))
                 for output in cell["outputs"]:
-                    texts = ["".join(output.get("text", "")), *output.get("traceback", [])]
-                    parts.append((code.settings(), "\n".join(texts).splitlines()))
+                    text = "\n".join(
+                        ["".join(output.get("text", "")), *output.get("traceback", [])]
+                    )
+                    parts.append((code.settings(), text.splitlines()))
     except (AttributeError, KeyError, TypeError) as e:
         raise DataError(f"{name} is not a notebook ({e!r:.99})") from e
     return read_parts(parts, name)
@@ -94,13 +103,11 @@ class _Code(ast.NodeVisitor):
     def settings(self) -> dict[str, Any]:
         """Fields of the run that begins after the cells so far."""
         keys = {key[1]: v for name, v in self._values.items() if (key := _KEY.fullmatch(name))}
-        max_iter = keys.get("SOLVER.MAX_ITER")
-        return {
-            "zoo_config": self._zoo_config,
-            "overrides": {key: v for key, v in keys.items() if v is not None},
-            "max_iter": max_iter if isinstance(max_iter, int) else None,
-            "notes": [f"{key} is computed by the notebook" for key, v in keys.items() if v is None],
-        }
+        known = {key: v for key, v in keys.items() if v is not None}
+        notes = [f"{key} is computed by the notebook" for key in keys if key not in known]
+        most = known.get("SOLVER.MAX_ITER")
+        fields = {"zoo_config": self._zoo_config, "overrides": known, "notes": notes}
+        return {**fields, "max_iter": most if isinstance(most, int) else None}
 
     def read(self, source: str) -> None:
         """Read the code of the next cell, without the commands of IPython."""

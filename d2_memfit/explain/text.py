@@ -1,54 +1,65 @@
 # Copyright (c) the d2_memfit developers.
-"""An explained run as text: the answer first."""
+"""An explained run as text: the verdict first."""
 
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
 from ..planner.search import Plan
-from ..planner.writing import (
-    describe_chance,
-    describe_settings,
-    describe_sources,
-    first_of,
-    what_would_tell,
-)
-from .explanation import ExplainedRun, Oom, Prediction, is_shared
-from .printed_model import parameters_in
-from .records import ERROR_ALONE, LoggedRun, Progress
+from ..planner.writing import describe_settings, first_of
+from .records import ERROR_ALONE, LoggedRun
+from .verdict import ExplainedRun, Oom, Prediction, is_shared
 
-__all__ = ["answer_of_run", "describe_run", "describe_runs", "rises_of", "table_of_run"]
+__all__ = ["answer_of_run", "describe_run", "describe_runs"]
 
-_CASES = {
-    "at once": " at once",
-    "after some iterations": " after some iterations",
-    "evaluation": " in evaluation",
-    "host": " of the host's RAM, not of the card's memory",
+_CASES = {"evaluation": "in evaluation", "host": "of the host's RAM, not of the card's memory"}
+_TO_TRY = {
+    "host": "DATALOADER.NUM_WORKERS 0, MEMFIT.HOST.BUDGET_GB, MEMFIT.HOST.SHARED_DATASET True",
+    "evaluation": "MEMFIT.EVALUATION.ON_HOST True, MEMFIT.OOM.POLICY split",
+    "training": "MEMFIT.MICRO_BATCH 1 (the same gradients), MEMFIT.CHECKPOINT.MODULES \"['all']\" "
+    "(the same), SOLVER.AMP.ENABLED True (another number format), MEMFIT.OOM.POLICY split",
+    "diverged": "a lower SOLVER.BASE_LR, a longer SOLVER.WARMUP_ITERS, "
+    "SOLVER.CLIP_GRADIENTS.ENABLED True",
 }
-_FIRST_KEYS = (
-    "Keys to try first: MEMFIT.MICRO_BATCH 1 (the same gradients), MEMFIT.CHECKPOINT.MODULES "
-    "\"['all']\" (the same), SOLVER.AMP.ENABLED True (another number format), "
-    "MEMFIT.OOM.POLICY split (a batch that does not fit runs again in pieces)"
-)
 
 
 def answer_of_run(
-    told: ExplainedRun, prediction: Optional[Prediction], plan: Optional[Plan]
+    run: LoggedRun, told: ExplainedRun, prediction: Optional[Prediction], plan: Optional[Plan]
 ) -> str:
-    """The answer to the command explain: what happened, and what would have fitted."""
-    lines = [*_answer(told), *_plan(plan, prediction)]
-    if prediction is None:
-        lines += [f"Not predicted: {told.not_rebuilt}", _FIRST_KEYS]
-    else:
-        lines.append(_predicted(told, prediction))
+    """The answer to the command explain: why the run ended, and what would have fitted."""
+    lines = [_verdict(run, told), *_about_memory(run, told.oom), *_plan(plan)]
+    case = told.oom.case if told.oom else told.ended
+    if case in _TO_TRY or (told.oom and not (plan and plan.fits)):
+        lines.append(f"To try first: {_TO_TRY.get(case, _TO_TRY['training'])}")
+    if prediction is not None and told.range_mib is not None:
+        places = {True: "inside", False: "outside", None: "what it had before the error"}
+        measured = f"; measured {_gb(told.measured_mib)}, {places[told.inside]}"
+        lines.append(
+            f"Predicted: {_gb(told.predicted_mib)} allocated for the largest images, range "
+            f"{_gbs(told.range_mib)}{measured if told.measured_mib is not None else ''}"
+        )
         lines += [f"Assumed: {first_of(told.assumed)}"] if told.assumed else []
+    elif told.not_rebuilt:
+        lines.append(f"Not predicted: {told.not_rebuilt}")
     return "\n".join(lines)
 
 
 def describe_run(run: LoggedRun, told: ExplainedRun, prediction: Optional[Prediction]) -> str:
     """All that is known of a run besides the answer."""
-    lines = [*_what_ran(run, told, prediction), *_message(run, told)]
-    lines += _about(told, prediction) if prediction else _log_alone(run)
-    return "\n".join(lines)
+    software = ", ".join(f"{name} {version}" for name, version in run.software.items())
+    lines = [f"Ran: {_sentence(told)}; {run.ranks or 1} ranks; {software or 'software not said'}"]
+    if prediction is not None:
+        lines.append("Largest images: {} x {} pixels".format(*prediction.estimate.image_size))
+    if run.images is not None:
+        objects = f", {run.objects} objects" if run.objects is not None else ""
+        lines.append(f"Data: {run.images} images{objects}")
+    rises: list[tuple[int, float]] = []  # of the peak, by 0.5% or more
+    for p in run.progress:
+        if p.peak_mib is not None and (not rises or p.peak_mib > 1.005 * rises[-1][1]):
+            rises.append((p.iteration, p.peak_mib))
+    if rises:
+        said = (f"{_gb(mib)} at iteration {i:,}" for i, mib in [*rises[:2], *rises[2:][-2:]])
+        lines.append(f"Memory: {', '.join(said)}")
+    return "\n".join([*lines, *(f"Assumed: {line}" for line in told.assumed)])
 
 
 def describe_runs(told: Sequence[ExplainedRun]) -> str:
@@ -56,169 +67,75 @@ def describe_runs(told: Sequence[ExplainedRun]) -> str:
     return "\n".join(f"{one.name}: {_sentence(one)}" for one in told)
 
 
-def table_of_run(told: ExplainedRun) -> list[list[str]]:
-    """What was measured, beside what is predicted. The first row has the names."""
-    peak = (
-        "not predicted" if told.range_mib is None else "{} to {}".format(*map(_gb, told.range_mib))
-    )
-    measured = _gb(told.measured_mib) or "not in the log"
-    if told.oom is not None and told.measured_mib is not None:
-        measured += ", before the error"
-    rows = [["", "measured", "predicted"], ["peak of allocated memory", measured, peak]]
-    if told.seconds is not None:
-        of_time = "not predicted"
-        if told.predicted_s is not None:
-            of_time = "{:.2f} to {:.2f} s, for the largest images".format(*told.predicted_s)
-        rows.append(["time of an iteration", f"{told.seconds:.2f} s", of_time])
-    return rows
-
-
 def _sentence(told: ExplainedRun) -> str:
-    peak = f", peak {_gb(told.measured_mib)}" if told.measured_mib is not None else ""
     images = f", {told.images_per_gpu} images per GPU" if told.images_per_gpu else ""
-    how = told.ended
-    if told.oom is not None:
-        how = f"out of memory{_when(told, told.oom)}"
-    return f"{how}{images}{peak}"
+    peak = f", peak {_gb(told.measured_mib)}" if told.measured_mib is not None else ""
+    seconds = f", {told.seconds:.2f} s per iteration" if told.seconds is not None else ""
+    return f"{told.ended}{_when(told)}{images}{peak}{seconds}"
 
 
-def _when(told: ExplainedRun, oom: Oom) -> str:
-    return "" if ERROR_ALONE in told.assumed else _CASES[oom.case]
+def _when(told: ExplainedRun) -> str:
+    if told.oom is None or ERROR_ALONE in told.assumed:
+        return ""
+    return f" {_CASES.get(told.oom.case, told.oom.case)}"
 
 
-def _answer(told: ExplainedRun) -> Iterator[str]:
-    """What happened and why, in one or two sentences."""
-    card = told.card or "a card that the log does not name"
-    if told.oom is None:
-        measured = (
-            "no max_mem" if told.measured_mib is None else f"{_gb(told.measured_mib)} at most"
-        )
-        yield f"It did not run out of memory ({told.ended}): {measured}, on {card}."
-        return
-    oom, total = told.oom, told.oom.total_mib
-    if is_shared(oom.held_by_others_mib):
-        yield f"The card was shared: others held {_gb(oom.held_by_others_mib)} of its {_gb(total)}."
-    of = f" ({_gb(total)})" if total else ""
-    yield f"It ran out of memory{_when(told, oom)}, on {card}{of}."
-    if oom.case == "host":
-        return
-    if oom.fits is None:
-        yield "The log does not tell whether the job fits this card when nobody else uses it."
-    else:
-        does = "fits" if oom.fits else "does not fit"
-        yield f"As it is, the job {does} this card when nobody else uses it."
+def _verdict(run: LoggedRun, told: ExplainedRun) -> str:
+    card, oom = told.card or "a card that the log does not name", told.oom
+    if oom is not None:
+        of = f" ({_gb(oom.total_mib)})" if oom.total_mib else ""
+        what = "" if oom.case == "host" else f": {_fits(told, oom)}"
+        return f"It ran out of memory{_when(told)}, on {card}{of}{what}."
+    if told.ended == "diverged":
+        at = f" by iteration {run.progress[-1].iteration:,}" if run.progress else ""
+        return f"It diverged{at}: the loss is not finite, not for lack of memory. {run.error:.200}"
+    if told.ended == "error":
+        return f"It ended in an error, not for lack of memory: {run.error:.300}"
+    peak = "no max_mem" if told.measured_mib is None else f"{_gb(told.measured_mib)} at most"
+    return f"It did not run out of memory ({told.ended}): {peak}, on {card}."
 
 
-def _plan(plan: Optional[Plan], prediction: Optional[Prediction]) -> Iterator[str]:
-    if plan is None:
-        if prediction is not None:
-            yield "To see what would fit a card: --card 8GB, or its name."
-        return
-    if not plan.fits:
-        yield (
-            f"Nothing makes it fit {plan.budget_gb:g} GB; "
-            f"{plan.smallest_budget_gb:.2f} GB would do."
-        )
-    elif not plan.steps:
-        yield f"It fits {plan.budget_gb:g} GB without a change."
-    else:
-        names = {key: value for step in plan.steps for key, value in step.settings.items()}
-        low, high = plan.time_range
-        yield f"It fits {plan.budget_gb:g} GB with {describe_settings(names)}"
-        yield (
-            f"({plan.estimate.device_total_gb:.1f} GB, time x {low:.2f} to {high:.2f}, the same "
-            "effective batch)."
-        )
-        if plan.estimate.times:
-            yield f"Times: {plan.estimate.times}."
-    yield describe_chance(plan)
+def _fits(told: ExplainedRun, oom: Oom) -> str:
+    if oom.fits is not None:
+        return f"as it is, the job {'fits' if oom.fits else 'does not fit'} this card"
+    if told.range_mib is None or oom.total_mib is None:
+        return "whether the job fits this card when nobody else uses it, the log does not tell"
+    return f"perhaps the job fits it when nobody else uses it, with {_gbs(told.range_mib)}"
 
 
-def _what_ran(
-    run: LoggedRun, told: ExplainedRun, prediction: Optional[Prediction]
-) -> Iterator[str]:
-    software = ", ".join(f"{name} {version}" for name, version in run.software.items())
-    yield f"Ran: {_sentence(told)}; ranks: {run.ranks or 1}; {software or 'software not said'}"
-    if run.error and run.ended == "error":
-        yield f"The error: {run.error:.300}"
-    if prediction is not None:
-        e = prediction.estimate
-        yield f"Largest images: {e.image_size[0]} x {e.image_size[1]} pixels"
-    if run.images is not None:
-        objects = f", {run.objects} objects" if run.objects is not None else ""
-        yield f"Data: {run.images} images{objects}"
-    rises = rises_of(run.progress)
-    if rises:
-        rises = rises if len(rises) <= 4 else [*rises[:2], *rises[-2:]]
-        yield "Memory: " + ", ".join(f"{_gb(mib)} at iteration {i:,}" for i, mib in rises)
-    if told.seconds is not None:
-        said = f"{told.seconds:.2f} s"
-        if told.predicted_s is not None:
-            said += " (predicted {:.2f} to {:.2f} for the largest images)".format(*told.predicted_s)
-        yield f"Seconds of an iteration: {said}"
-
-
-def rises_of(progress: Sequence[Progress]) -> list[tuple[int, float]]:
-    """The iterations at which the peak rose by 0.5% or more, and the peak in MiB."""
-    rises: list[tuple[int, float]] = []
-    for p in progress:
-        if p.peak_mib is not None and (not rises or p.peak_mib > 1.005 * rises[-1][1]):
-            rises.append((p.iteration, p.peak_mib))
-    return rises
-
-
-def _message(run: LoggedRun, told: ExplainedRun) -> Iterator[str]:
+def _about_memory(run: LoggedRun, oom: Optional[Oom]) -> Iterator[str]:
+    """Who else held the card, and what lay in pieces."""
     text = run.oom
-    if text is None or text.tried is None:
+    if oom is None or text is None:
         return
-    parts = [f"{_gb(text.tried)} asked"]
-    for words, mib in (
-        ("free", text.free),
-        ("allocated", text.allocated),
-        ("held by others", told.oom.held_by_others_mib if told.oom else None),
-    ):
-        parts += [] if mib is None else [f"{_gb(mib)} {words}"]
-    yield f"The message: {', '.join(parts)}"
-    if text.held is not None and text.allocated is not None:
-        in_pieces = text.held - text.allocated
-        if in_pieces > text.tried:
-            yield (
-                f"{_gb(in_pieces)} were reserved and not allocated, in pieces too small: "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which a plan turns on, helps"
-            )
-
-
-def _predicted(told: ExplainedRun, prediction: Prediction) -> str:
-    low, high = told.range_mib or prediction.range_mib
-    against = ""
-    if told.measured_mib is not None:
-        places = {True: "inside", False: "outside", None: "what it had before the error"}
-        against = f"; measured {_gb(told.measured_mib)}, {places[told.inside]}"
-    return (
-        f"Predicted: {_gb(told.predicted_mib)} allocated for the largest images, "
-        f"range {_gb(low)} to {_gb(high)}{against}"
-    )
-
-
-def _about(told: ExplainedRun, prediction: Prediction) -> Iterator[str]:
-    """What a prediction comes from."""
-    if sources := describe_sources(prediction.estimate):
-        yield f"By source: {sources}"
-    if prediction.rebuilt.left_out:
-        yield f"Keys that this Detectron2 does not have: {', '.join(prediction.rebuilt.left_out)}"
-    yield from (f"Assumed: {line}" for line in told.assumed)
-    yield from what_would_tell(prediction.estimate)
-
-
-def _log_alone(run: LoggedRun) -> Iterator[str]:
-    """What a log shows without the code of its model."""
-    yield "What is missing can be named: --project, --trainer, --coco"
-    if num := parameters_in(run.model_text):
+    of = f"{_gb(oom.held_by_others_mib)} of its {_gb(oom.total_mib)}"
+    if is_shared(oom.held_by_others_mib) and text.process is not None:
+        yield f"The card was shared: others held {of}."
+    elif is_shared(oom.held_by_others_mib):
+        yield f"Perhaps the card was shared: {of} were not PyTorch's. A context takes up to 0.8 GB."
+    pieces = (text.held or 0.0) - (text.allocated or 0.0)
+    if text.tried is not None and text.allocated is not None and pieces > text.tried:
         yield (
-            f"The printed model has at least {num / 1e6:.1f} million parameters: "
-            f"{_gb(num * 4 / 2**20)}, as much again for gradients and each state of the optimizer"
+            f"{_gb(pieces)} were reserved and not allocated, in pieces too small: "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which a plan turns on, helps"
         )
+
+
+def _plan(plan: Optional[Plan]) -> Iterator[str]:
+    if plan is not None and not plan.fits:
+        least = f"{plan.smallest_budget_gb:.2f} GB would do"
+        yield f"Nothing makes it fit {plan.budget_gb:g} GB; {least}."
+    elif plan is not None and not plan.steps:
+        yield f"It fits {plan.budget_gb:g} GB without a change."
+    elif plan is not None:
+        names = {key: value for step in plan.steps for key, value in step.settings.items()}
+        yield f"It fits {plan.budget_gb:g} GB with {describe_settings(names)}"
+        yield f"({plan.estimate.device_total_gb:.1f} GB, the same effective batch)."
 
 
 def _gb(mib: Optional[float]) -> str:
     return "" if mib is None else f"{mib / 1024:.2f} GB"
+
+
+def _gbs(range_mib: tuple[float, float]) -> str:
+    return " to ".join(map(_gb, range_mib))

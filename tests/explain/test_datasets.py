@@ -5,7 +5,7 @@ import pytest
 from detectron2.data import MetadataCatalog
 
 from d2_memfit.config.load import load_cfg
-from d2_memfit.explain.datasets import describe_datasets
+from d2_memfit.explain.rebuild import _describe_datasets as describe_datasets
 
 
 def described(name, mapper, num_classes=6):

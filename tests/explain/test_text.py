@@ -3,16 +3,19 @@
 
 import pytest
 from made_up_logs import OOM, TRACEBACK, headed, log
-from torch import nn
 
-from d2_memfit.explain.explanation import explain_run
-from d2_memfit.explain.records import runs_in
+from d2_memfit.explain.records import read_parts
 from d2_memfit.explain.text import answer_of_run, describe_run, describe_runs
+from d2_memfit.explain.verdict import explain_run
 
 ALONE = OOM.replace("this process has 8.50", "this process has 9.50")
 SHARED = OOM.replace("this process has 8.50 GiB", "this process has 4.50 GiB").replace(
     "7.00 GiB is allocated", "3.00 GiB is allocated"
 )
+
+
+def runs_in(lines):
+    return read_parts([({}, lines)], "the log")
 
 
 def text_of(*end, **options):
@@ -23,7 +26,7 @@ def text_of(*end, **options):
 def both(run):
     """The answer and its details."""
     told = explain_run("run 1", run, None, "its code is not here")
-    return f"{answer_of_run(told, None, None)}\n\n{describe_run(run, told, None)}"
+    return f"{answer_of_run(run, told, None, None)}\n\n{describe_run(run, told, None)}"
 
 
 def test_an_error_alone_does_not_tell_when_it_happened():
@@ -42,23 +45,26 @@ def test_an_error_alone_does_not_tell_when_it_happened():
             [TRACEBACK + ALONE],
             {"iterations": ()},
             [
-                "It ran out of memory at once, on Made Up GPU 9000 (10.00 GB).",
-                "As it is, the job does not fit this card when nobody else uses it.",
+                "It ran out of memory at once, on Made Up GPU 9000 (10.00 GB): as it is, the job "
+                "does not fit this card.",
             ],
         ),
         (
             [TRACEBACK + SHARED],
             {},
             [
+                "It ran out of memory after some iterations, on Made Up GPU 9000 (10.00 GB): "
+                "whether the job fits this card when nobody else uses it, the log does not tell.",
                 "The card was shared: others held 5.00 GB of its 10.00 GB.",
-                "It ran out of memory after some iterations, on Made Up GPU 9000 (10.00 GB).",
-                "The log does not tell whether the job fits this card when nobody else uses it.",
             ],
         ),
         (
             [TRACEBACK + "  File 'x.py', line 9, in inference_on_dataset\n" + ALONE],
             {},
-            ["It ran out of memory in evaluation, on Made Up GPU 9000 (10.00 GB)."],
+            [
+                "It ran out of memory in evaluation, on Made Up GPU 9000 (10.00 GB): as it is, the "
+                "job does not fit this card.",
+            ],
         ),
         (
             ["Killed"],
@@ -82,14 +88,8 @@ def test_fragments_are_named():
 
 
 def test_without_a_models_code_the_log_alone_is_shown():
-    model = nn.Sequential(nn.Linear(1000, 999), nn.Linear(1000, 1000))
-    messages = [
-        m if not m.startswith("Model:") else f"Model:\n{model}" for m in log(TRACEBACK + OOM)
-    ]
-    (run,) = runs_in(headed(messages).splitlines())
-    lines = both(run).splitlines()
+    lines = text_of(TRACEBACK + OOM).splitlines()
     assert "Not predicted: its code is not here" in lines
-    assert any("at least 2.0 million parameters: 0.01 GB" in line for line in lines)
     assert any("MEMFIT.MICRO_BATCH 1" in line for line in lines)
     assert not any(line.startswith("Predicted") for line in lines)
 
@@ -100,12 +100,31 @@ def test_several_runs_show_the_peak_by_batch():
     runs = runs_in("".join(texts).splitlines())
     told = [explain_run(f"run {i}", run, None) for i, run in enumerate(runs, 1)]
     assert describe_runs(told).splitlines() == [
-        "run 1: running, 1 images per GPU, peak 2.93 GB",
-        "run 2: running, 4 images per GPU, peak 2.93 GB",
+        "run 1: running, 1 images per GPU, peak 2.93 GB, 0.25 s per iteration",
+        "run 2: running, 4 images per GPU, peak 2.93 GB, 0.25 s per iteration",
     ]
 
 
 def test_another_error_is_said():
     text = text_of(TRACEBACK + "KeyError: 'mine'")
-    assert "It did not run out of memory (error)" in text.splitlines()[0]
-    assert "\nThe error: KeyError: 'mine'\n" in text
+    first = "It ended in an error, not for lack of memory: KeyError: 'mine'"
+    assert text.splitlines()[0] == first
+    assert "MICRO_BATCH" not in text
+
+
+def test_a_run_that_diverged_is_not_told_to_save_memory():
+    error = "FloatingPointError: Loss became infinite or NaN at iteration=41!"
+    first, second, *_ = text_of(TRACEBACK + error).splitlines()
+    assert first.startswith("It diverged by iteration 39: the loss is not finite, not for lack of")
+    assert first.endswith(error)
+    assert "SOLVER.BASE_LR" in second
+    assert "MICRO_BATCH" not in text_of(TRACEBACK + error)
+
+
+def test_what_the_context_may_hold_is_perhaps_of_others():
+    old = (
+        "RuntimeError: CUDA out of memory. Tried to allocate 1.50 GiB (GPU 0; 10.00 GiB total "
+        "capacity; 7.00 GiB already allocated; 0 bytes free; 8.00 GiB reserved in total by PyTorch)"
+    )
+    assert "shared: 1.72 GB of its 10.00 GB were not PyTorch's" in text_of(TRACEBACK + old)
+    assert "\nPerhaps the card was shared" in text_of(TRACEBACK + old)

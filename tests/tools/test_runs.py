@@ -11,7 +11,7 @@ from benchmarks import runs as benchmark
 from benchmarks.runs import DOUBTS, FOLDER, PROJECTS, runs
 
 from d2_memfit.config.load import load_cfg
-from d2_memfit.explain import ExplainedRun, Oom
+from d2_memfit.explain.verdict import ExplainedRun, Oom
 
 RUNS = runs()
 PAGE = Path(benchmark.__file__).parents[2] / "docs" / "HOW_ACCURATE.md"
@@ -81,7 +81,7 @@ def test_models_that_detectron2_does_not_have_have_a_project():
     assert {run.project.name for run in RUNS if run.project} == {p.name for p in PROJECTS.values()}
 
 
-def result(name, measured, range_mib, chance=None, ended="finished", doubts=(), **oom):
+def result(name, measured, range_mib, would_fit=None, ended="finished", doubts=(), **oom):
     of_name = next(run for run in RUNS if run.name.startswith(name))
     told = ExplainedRun(
         name=name,
@@ -95,9 +95,8 @@ def result(name, measured, range_mib, chance=None, ended="finished", doubts=(), 
         ended=ended,
         oom=Oom("at once", None, 1.0, 2.0, None, False) if ended == "out of memory" else None,
         seconds=1.0,
-        predicted_s=(0.5, 2.0),
     )
-    return benchmark.Result(replace(of_name, doubts=doubts), told, chance)
+    return benchmark.Result(replace(of_name, doubts=doubts), told, would_fit)
 
 
 def test_coverage_counts_certain_runs_and_widths():
@@ -114,22 +113,16 @@ def test_coverage_counts_certain_runs_and_widths():
 
 def test_verdicts_are_those_of_the_prediction():
     results = [
-        result("Faiamfine", 900, (800.0, 1600.0), chance=0.9),
-        result("Faiamfine", 900, (800.0, 1600.0), chance=0.1),
-        result("Faiamfine", 900, (800.0, 1600.0), chance=0.1, ended="out of memory"),
-        result("Faiamfine", 9, (8.0, 16.0), 0.9, ended="out of memory", doubts=("shared card",)),
+        result("Faiamfine", 900, (800.0, 1600.0), would_fit=True),
+        result("Faiamfine", 900, (800.0, 1600.0), would_fit=False),
+        result("Faiamfine", 900, (800.0, 1600.0), would_fit=False, ended="out of memory"),
+        result("Faiamfine", 9, (8.0, 16.0), True, ended="out of memory", doubts=("shared card",)),
     ]
     died, trained = benchmark._verdicts([("x", results)]).splitlines()[-2:]
     assert (died, trained) == (
         "| x | died on a card of their own | 1 of 1 |",
         "| x | trained | 1 of 2 |",
     )
-
-
-@pytest.mark.parametrize(("chance", "limit"), [(0.5, 1000.0), (0.95, 1600.0), (0.05, 800.0)])
-def test_a_limit_has_its_chance(chance, limit):
-    one = result("Faiamfine", 900, (800.0, 1600.0))
-    assert benchmark._limit_of(one, chance) == pytest.approx(limit)
 
 
 def test_the_page_has_all_runs():

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from statistics import NormalDist, median
+from statistics import median
 from typing import Any, Optional
 
 import yaml
@@ -28,16 +28,10 @@ from compatibility_checks.project import Project, load
 from pages import write_section
 
 from d2_memfit.errors import one_line
-from d2_memfit.explain import (
-    ExplainedRun,
-    Help,
-    LoggedRun,
-    OomText,
-    Predictions,
-    Progress,
-    card_of,
-    explain_run,
-)
+from d2_memfit.explain import Help
+from d2_memfit.explain.rebuild import card_of
+from d2_memfit.explain.records import LoggedRun, OomText, Progress
+from d2_memfit.explain.verdict import ExplainedRun, Predictions, explain_run
 from d2_memfit.job import Job, load_lazy_config
 
 from .common import in_own_processes, markdown_table
@@ -211,7 +205,6 @@ class Run:
         oom = {key: value for key, value in self.oom.items() if key in OomText._fields}
         return LoggedRun(
             gpus=list(self.gpus),
-            gpu_count=self.gpu_count,
             software=dict(self.software),
             ranks=self.ranks,
             config_file=self.config_file or "",
@@ -221,7 +214,6 @@ class Run:
             augmentations=_printed(self.augmentations),
             images=self.images,
             objects=self.objects,
-            classes=self.classes,
             start_iter=self.start_iter,
             max_iter=self.max_iter,
             progress=[Progress(i, self.seconds, peak) for i, peak in self.series],
@@ -288,13 +280,13 @@ class Result:
     """A run and what is told of it.
 
     Attributes:
-        chance: the predicted chance that it fits its card; None without a card or a prediction.
+        would_fit: whether its card has the typical memory; None without a card or a prediction.
         has_any_shape: whether nothing tells the shape of its photographs.
     """
 
     run: Run
     told: ExplainedRun
-    chance: Optional[float] = None
+    would_fit: Optional[bool] = None
     has_any_shape: bool = False
 
     @property
@@ -311,7 +303,7 @@ class Result:
     def has_own_card(self) -> bool:
         """Whether nobody else used its card, and its config is certain."""
         doubts = {*_UNCERTAIN, "shared card"}
-        return self.chance is not None and not doubts & {*self.run.doubts}
+        return self.would_fit is not None and not doubts & {*self.run.doubts}
 
     @property
     def width(self) -> float:
@@ -340,7 +332,7 @@ class Result:
             f"{self.width:.2f}",
             inside if told.measured_mib is not None else "",
             told.ended,
-            "" if self.chance is None else f"{self.chance:.2f}",
+            {True: "yes", False: "no", None: ""}[self.would_fit],
             ", ".join(run.doubts),
         ]
 
@@ -364,16 +356,16 @@ def explain_runs(chosen: Sequence[Run], folder: Optional[Path]) -> list[Result]:
     for run in chosen:
         if run.is_lazy:  # each has a config of its own
             explained = Predictions(Help(lazy_job=partial(lazy_job, run) if folder else None))
-        _, prediction, told = explained(run.name, run.logged())
+        prediction, told = explained(run.name, run.logged())
         if prediction is None:
             results.append(Result(run, told))
             continue
         _, gigabytes = card_of(run.logged())
         total = run.oom.get("total") or (None if gigabytes is None else gigabytes * 1024)
-        estimate = prediction.estimate
-        chance = None if total is None else estimate.chance_within(total / 1024)
-        any_shape = sum(estimate.widths["shape"]) > 0
-        results.append(Result(run, told, chance, any_shape))
+        outside = sum(prediction.rebuilt.device.outside_bytes(run.ranks).values()) / 2**20
+        fits = None if total is None else (told.typical_mib or 0) + outside <= total
+        any_shape = prediction.rebuilt.job.batches.has_any_shape
+        results.append(Result(run, told, fits, any_shape))
     return results
 
 
@@ -401,7 +393,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 _ROWS = ["run", "config", "card", "PyTorch, cuDNN", "images", "measured MiB", "typical", "range"]
-_ROWS += ["width", "inside", "ended", "chance to fit", "doubts"]
+_ROWS += ["width", "inside", "ended", "would fit", "doubts"]
 
 
 def tables(results: Sequence[Result]) -> str:
@@ -413,8 +405,6 @@ def tables(results: Sequence[Result]) -> str:
         "### By what is known\n\n" + _by_knowledge(looked_at),
         "### Fits or not\n\n"
         + _verdicts([("only looked at", looked_at), ("fitted to", fitted_to)]),
-        "### Calibration\n\n" + _calibration(looked_at),
-        "### Times\n\n" + _times(results),
         "### All runs\n\nOnly looked at:\n\n"
         + markdown_table(_ROWS, [r.cells() for r in looked_at]),
         "Fitted to:\n\n" + markdown_table(_ROWS, [r.cells() for r in fitted_to]),
@@ -470,46 +460,9 @@ def _verdicts(halves: Sequence[tuple[str, Sequence[Result]]]) -> str:
         died = [r for r in own if r.told.oom is not None and r.told.oom.case != "evaluation"]
         trained = [r for r in own if r.told.oom is None]
         for what, of, is_right in (
-            ("died on a card of their own", died, lambda r: r.chance < 0.5),
-            ("trained", trained, lambda r: r.chance >= 0.5),
+            ("died on a card of their own", died, lambda r: not r.would_fit),
+            ("trained", trained, lambda r: r.would_fit),
         ):
             right = sum(map(is_right, of))
             rows.append([name, what, f"{right} of {len(of)}"])
     return markdown_table(["repositories", "runs that", "said so"], rows)
-
-
-def _calibration(results: Sequence[Result]) -> str:
-    """Predicted chances against what was observed: whether a run needed less than a limit.
-
-    A limit is a chance's place in the predicted distribution, so all runs count in each bin.
-    """
-    measured = [r for r in results if r.is_measured and r.told.typical_mib]
-    rows = []
-    for chance in (0.1, 0.3, 0.5, 0.7, 0.9):
-        less = sum((r.told.measured_mib or 0) <= _limit_of(r, chance) for r in measured)
-        rows.append(
-            [f"{chance:.0%}", f"{less} of {len(measured)} ({less / max(len(measured), 1):.0%})"]
-        )
-    return markdown_table(["predicted to need less", "needed less"], rows)
-
-
-def _limit_of(result: Result, chance: float) -> float:
-    low, high = result.told.range_mib or (0.0, 0.0)
-    typical = result.told.typical_mib or 0.0
-    deviations = NormalDist().inv_cdf(chance) / NormalDist().inv_cdf(0.95)
-    return typical + deviations * ((high - typical) if deviations > 0 else (typical - low))
-
-
-def _times(results: Sequence[Result]) -> str:
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        if result.told.seconds is not None and result.told.predicted_s is not None:
-            groups.setdefault(", ".join(result.run.gpus), []).append(result)
-    rows = []
-    for card, of_card in sorted(groups.items()):
-        ranges = [r.told.predicted_s or (0.0, 0.0) for r in of_card]
-        seconds = [r.told.seconds or 0.0 for r in of_card]
-        inside = sum(low <= s <= high for (low, high), s in zip(ranges, seconds))
-        ratios = [s / (low * high) ** 0.5 for (low, high), s in zip(ranges, seconds)]
-        rows.append([card, f"{inside} of {len(of_card)}", f"{median(ratios):.2f}"])
-    return markdown_table(["card", "inside", "measured / predicted, median"], rows)

@@ -23,7 +23,7 @@ from ...job import is_image
 from ...memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
 from .fake import is_fake, make_fake
 from .meta_kernels import mapped, on_meta
-from .timeline import Allocate, Allocation, Convolution, Free, Operator, Timeline
+from .timeline import Allocate, Allocation, Free, Operator, Timeline, Workspace
 
 __all__ = ["DryRun", "WithoutValues"]
 
@@ -61,6 +61,7 @@ _BIASES = {
     aten.native_group_norm.default: (2, 1),
     aten.native_layer_norm.default: (3, -1),
 }
+_TRUE_OF_ZEROS = {aten.ge.Tensor, aten.le.Tensor}
 # Views by another name, and the operator that resizes its argument.
 _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
 
@@ -177,20 +178,17 @@ class DryRun(OwnerMeter):
         number_format = str(tensors[0].dtype).replace("torch.", "") if kind else ""
         work.operators[Operator(kind, number_format, flops, num_bytes)] += 1
         if func is aten.convolution.default:
-            self._note_convolution("forward", args[0], args[1], result, args)
+            self._note_workspace(args[0], args[1], result, args)
         elif func is aten.convolution_backward.default:
-            for direction, gradient in zip(("data", "filter"), result):
+            for gradient in result[:2]:  # of the data, and of the filter
                 if gradient is not None:
-                    self._note_convolution(direction, args[1], args[2], args[0], args[1:])
+                    self._note_workspace(args[1], args[2], args[0], args[1:])
 
-    def _note_convolution(
-        self, direction: str, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: _Args
+    def _note_workspace(
+        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: _Args
     ) -> None:
-        stride, groups = tuple(args[3]), args[8]
-        convolution = Convolution(
-            direction, x.shape, weight.shape, y.shape, stride, groups, x.dtype, self.phase
-        )
-        self.timeline.events.append(convolution)
+        num_bytes = workspace_bytes(x, weight, y, tuple(args[3]), args[8])
+        self.timeline.events.append(Workspace(num_bytes, self.phase))
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         super()._count(storage)
@@ -249,6 +247,16 @@ class DryRun(OwnerMeter):
             if allocation is not None and not allocation.module:
                 allocation.dtype, allocation.shape = tensor.dtype, tuple(tensor.shape)
                 allocation.module, allocation.operator = module, operator
+
+
+def workspace_bytes(
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, stride: tuple[int, ...], groups: int
+) -> int:
+    """What a convolution takes while it runs: copies of its tensors in another memory layout.
+
+    Kernels for tensor cores want channels last, and oneDNN's a blocked layout.
+    """
+    return x.nbytes + weight.nbytes + y.nbytes
 
 
 def _kind_and_flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> tuple[str, int]:
@@ -344,7 +352,9 @@ def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         return (changed[0] if len(returns) == 1 else tuple(changed)) if returns else None
     if func is aten.index.Tensor:
         args = (args[0], _without_masks(args[1]))
-    fill = int(_asks_if_finite(func, args) or func.overloadpacket is aten.all)
+    # As of zeros: criteria assert that no box has its right side left of its left one.
+    is_true = func in _TRUE_OF_ZEROS or func.overloadpacket is aten.all
+    fill = int(is_true or _asks_if_finite(func, args))
     result = mapped(lambda t: _from_meta(t, fill), on_meta(func, args, kwargs))
     if func in _BIASES:
         _add_bias(func, args, result)

@@ -354,7 +354,7 @@ class DryJob:
             none = self._peak(timeline, convolution_workspace="none")
             most = self._peak(self.training, convolution_workspace="most")
         if not self.device.release_is_known:
-            gradients = self._peak(self.training, keeps_gradients=True)
+            gradients = self._peak(self.training) + self.training.bytes_of("gradients")
         return Others(typical, smallest, mean, few, none, most, gradients), size
 
     def _train_on(self, batches: Batches, few_on_objects: bool = False) -> Timeline:

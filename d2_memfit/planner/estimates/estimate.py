@@ -36,7 +36,7 @@ def estimate_memory(
             from ``trainer`` to ``num_instances``, and ``num_gpus``, already.
         num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is for all of them. None is the
             world size of this process.
-        device: the name of a file in ``d2_memfit/planner/device/devices`` or of a card, or the path
+        device: cpu, cuda, or the name of a card; or the path
             of a device file. None is the CPU with MODEL.DEVICE cpu, else this machine's GPU, else a
             current CUDA card.
         probe: run the iteration on this machine's GPU, and measure it.

@@ -32,7 +32,7 @@ context
     287 MB (pytorch#86509) to 426 MB, reported by others, and none to 380 MB of loaded kernels (the
     whole of what pytorch#86509 measured without lazy loading). Nothing for your own device file,
     whose context is measured. On a CPU, the memory of the process in addition to its tensors: 50 to
-    360 MB, as measured (devices/cpu.yaml, docs/HOW_ACCURATE.md).
+    360 MB, as measured (docs/HOW_ACCURATE.md).
 
 Below the estimate, shape, objects and workspaces are those of one batch, the least: their widths
 add up. All others are independent of each other: the squares of their widths add up.

@@ -14,11 +14,11 @@ from ..dry_run import (
     Allocate,
     Allocation,
     BlockCall,
-    Convolution,
     Free,
     Operator,
     Timeline,
     Work,
+    Workspace,
 )
 from .knapsack import Blocks
 
@@ -83,7 +83,7 @@ class _Lives:
         self.begin = {e.allocation: i for i, e in enumerate(events) if isinstance(e, Allocate)}
         self.end = {e.allocation: i for i, e in enumerate(events) if isinstance(e, Free)}
         self.bytes_after = np.cumsum(
-            [0 if isinstance(e, Convolution) else e.num_bytes for e in events]
+            [0 if isinstance(e, Workspace) else e.num_bytes for e in events]
         )
         phases = [event.phase for event in events]
         self.backward = phases.index("backward") if "backward" in phases else len(events)

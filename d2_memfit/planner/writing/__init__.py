@@ -2,6 +2,5 @@
 """Plans and estimates as text, files and pictures."""
 
 from .answers import *
-from .drawing import *
 from .plan_file import *
 from .text import *

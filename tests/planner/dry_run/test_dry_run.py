@@ -31,17 +31,22 @@ pytestmark = pytest.mark.slow
 
 CASE = WorstCase((160, 224), 7)
 
-# Real models at their full width, with images and numbers of proposals that can be computed.
+# Real models, narrow and with images and numbers of proposals that can be computed quickly.
 SMALL = [
     *("MODEL.DEVICE", "cpu", "MODEL.PIXEL_STD", [300.0, 300.0, 300.0]),
     *("MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 24, "TEST.DETECTIONS_PER_IMAGE", 5),
     *("MODEL.RPN.POST_NMS_TOPK_TRAIN", 60, "MODEL.RPN.POST_NMS_TOPK_TEST", 20),
 ]
 AMP = ["SOLVER.AMP.ENABLED", True, "MEMFIT.AMP_DTYPE", "bfloat16"]
-# A CPU computes in bfloat16 slowly.
 NARROW = [
     *("MODEL.RESNETS.WIDTH_PER_GROUP", 16, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64),
     *("MODEL.FPN.OUT_CHANNELS", 64, "MODEL.ROI_MASK_HEAD.CONV_DIM", 64),
+    *("MODEL.ROI_KEYPOINT_HEAD.CONV_DIMS", [64, 64], "MODEL.ROI_BOX_HEAD.FC_DIM", 256),
+]
+GN = [  # of 32 groups. A CPU computes in 16 bits slowly.
+    *("MODEL.RESNETS.WIDTH_PER_GROUP", 32, "MODEL.RESNETS.RES2_OUT_CHANNELS", 128),
+    *("MODEL.FPN.OUT_CHANNELS", 32, "MODEL.ROI_MASK_HEAD.CONV_DIM", 32),
+    *("MODEL.ROI_BOX_HEAD.CONV_DIM", 32, "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 8),
 ]
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
 
@@ -76,22 +81,22 @@ JOBS = {
         ["MODEL.META_ARCHITECTURE", "SemanticSegmentor"],
     ),
     "PointRend": (MASK, POINTREND),
-    "GN": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", []),
+    "GN": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", GN),
     "BN": (MASK, ["MODEL.RESNETS.NORM", "BN", "MODEL.BACKBONE.FREEZE_AT", 0]),
     "SyncBN": (MASK, ["MODEL.RESNETS.NORM", "SyncBN", "MODEL.FPN.NORM", "SyncBN"]),
     "deformable": ("Misc/mask_rcnn_R_50_FPN_1x_dconv_c3-c5.yaml", []),
     "clipping": (MASK, ["SOLVER.CLIP_GRADIENTS.ENABLED", True]),
     "bfloat16": (MASK, AMP),
-    "GN, float16": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", ["SOLVER.AMP.ENABLED", True]),
+    "GN, float16": ("Misc/mask_rcnn_R_50_FPN_3x_gn.yaml", [*GN, "SOLVER.AMP.ENABLED", True]),
     "GN, bfloat16, checkpointing": (
         "Misc/mask_rcnn_R_50_FPN_3x_gn.yaml",
-        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["all"]],
+        [*GN, *AMP, "MEMFIT.CHECKPOINT.MODULES", ["all"]],
     ),
     "micro-batches": (MASK, ["MEMFIT.MICRO_BATCH", 1]),
     "checkpointing": (MASK, ["MEMFIT.CHECKPOINT.MODULES", ["all"]]),
     "offload": (MASK, ["MEMFIT.OFFLOAD.MODULES", ["backbone"]]),
     "chunked heads": (MASK, ["MEMFIT.HEADS.CHUNK_SIZE", 4]),
-    "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 64]),
+    "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 512]),
     "queries": (MASK, DETR),
     "queries, chunked criterion": (MASK, [*DETR, "MEMFIT.CRITERION.CHUNK_SIZE", 4]),
     "queries, masks on the host": (MASK, [*DETR, "MEMFIT.EVALUATION.ON_HOST", True]),
@@ -110,7 +115,7 @@ JOBS = {
     ),
     "all together": (
         MASK,
-        [*AMP, *NARROW, "MEMFIT.CHECKPOINT.MODULES", ["all"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
+        [*AMP, "MEMFIT.CHECKPOINT.MODULES", ["all"], "MEMFIT.HEADS.CHUNK_SIZE", 4],
     ),
 }
 
@@ -146,7 +151,7 @@ class SegmenterOfTests(nn.Module):
 
 def make_cfg(name):
     file, opts = JOBS[name]
-    return load_cfg(file, [*SMALL, *opts], [add_pointrend_config, add_detr_config])
+    return load_cfg(file, [*SMALL, *NARROW, *opts], [add_pointrend_config, add_detr_config])
 
 
 def train(cfg):
@@ -172,10 +177,6 @@ def owners_of(timeline):
     return {owner: size for owner, size in timeline.peak().items() if size}
 
 
-# The others take a minute or two, and are run before a release: pytest -m exhaustive.
-_QUICK = ("panoptic", "FCOS", "a user's own", "all together")  # the first has all of "mask FPN"
-
-
 def flops_of(timeline):
     """Floating-point operations by phase and number format."""
     flops = Counter()
@@ -185,9 +186,7 @@ def flops_of(timeline):
     return flops
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in _QUICK else pytest.param(n, marks=pytest.mark.exhaustive) for n in JOBS]
-)
+@pytest.mark.parametrize("name", JOBS)
 def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
     cfg = make_cfg(name)
     dry = train(cfg)
@@ -198,6 +197,15 @@ def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
     assert flops_of(dry) == flops_of(computed)
     for owner, size in owners_of(computed).items():
         assert owners_of(dry).get(owner, 0) == pytest.approx(size, rel=0.01, abs=2**16)
+
+
+@pytest.mark.parametrize("name", ["mask FPN", "retinanet", "panoptic", "FCOS", "queries"])
+def test_memory_is_on_the_line_through_2_and_3_images(name):
+    job = Job.from_cfg(make_cfg(name), 1, batch=WorstCase((640, 800), 7))
+    two, three, six = (
+        sum(steps.train(job, [job.training_batch(n)]).peak().values()) for n in (2, 3, 6)
+    )
+    assert six == pytest.approx(three + 3 * (three - two), rel=0.001)
 
 
 def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
@@ -256,6 +264,18 @@ def test_what_is_made_of_fake_tensors_is_fake_if_it_is_large():
         assert product[torch.ones(1000, dtype=torch.bool)].shape == (1000, 1000)
         assert not is_fake(torch.arange(10**6).float() * 2)  # nothing fake went in
         assert len(product.gt(0).nonzero()) == 0  # of unknown values, none counts
+
+
+@pytest.mark.parametrize("num", [10, 2**18])
+def test_boxes_without_values_are_valid(num):
+    """As DETR, OneNet and detrex assert."""
+    with WithoutValues():
+        weight = make_fake(torch.ones(256, 4))
+        x, y, width, height = (torch.ones(num, 256) @ weight).sigmoid().unbind(-1)
+        sides = [x - 0.5 * width, y - 0.5 * height, x + 0.5 * width, y + 0.5 * height]
+        boxes = torch.stack(sides, dim=-1)
+        assert is_fake(boxes) == (boxes.nbytes >= 2**20)
+        assert (boxes[:, 2:] >= boxes[:, :2]).all()
 
 
 def test_mixed_precision_has_the_formats_of_a_gpu():

@@ -4,13 +4,12 @@
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job
-from d2_memfit.planner.device import DeviceModel, DeviceUse, device_model
+from d2_memfit.planner.device import DeviceModel, DeviceUse
 from d2_memfit.planner.estimates import DryJob
 from d2_memfit.planner.estimates.ranges import (
     OF_MARGIN,
@@ -22,7 +21,6 @@ from d2_memfit.planner.estimates.ranges import (
     widths_of,
 )
 
-FOLDER = Path(device_model.__file__).parent / "devices"
 MB = 2**20
 OUTSIDE = Counter({"between blocks": 30 * MB, "context": 400 * MB, "loaded kernels": 200 * MB})
 USE = DeviceUse(1000 * MB, 1030 * MB, 1630 * MB, Counter(), OUTSIDE)
@@ -75,14 +73,6 @@ def test_a_guess_of_objects_is_as_uncertain_upwards():
 def test_a_measured_context_has_no_width():
     own = replace(CUDA, context_is_measured=True)
     assert widths_of(USE, own, NOTHING, is_guess=False)["context"] == (0, 0)
-
-
-def test_the_name_of_a_file_changes_no_width(tmp_path):
-    for name in ("mine", "cuda"):
-        file = tmp_path / f"{name}.yaml"
-        file.write_text((FOLDER / "cuda.yaml").read_text())
-        widths = widths_of(USE, DeviceModel.load(file), NOTHING, is_guess=False)
-        assert widths["context"] == (313 * MB, 206 * MB)
 
 
 def test_a_cpus_process_takes_50_to_360_mb_in_addition_to_its_tensors():

@@ -3,8 +3,8 @@
 
 import pytest
 
-from d2_memfit.explain.explanation import explain_run, held_by_others, is_shared
 from d2_memfit.explain.records import LoggedRun, OomText, Progress
+from d2_memfit.explain.verdict import explain_run, is_shared
 
 GIB = 1024.0
 # The least and most of a context, in MiB, of planner/estimates/ranges.py: 287, and 426 + 380.
@@ -24,11 +24,11 @@ def told(text, **run):
 
 def test_what_others_hold_is_the_rest():
     # The driver's numbers: total 10, free 0.1; this process 9.4 with its context, so others 0.5.
-    assert held_by_others(oom(process=9.4)) == pytest.approx(0.5 * GIB)
-    assert held_by_others(oom()) == pytest.approx(0.9 * GIB - LEAST)  # the context is not said
-    assert held_by_others(oom(reserved=9.9)) == 0  # never below 0
-    assert held_by_others(oom(free=None)) is None
-    assert held_by_others(oom(reserved=None)) is None
+    assert oom(process=9.4).held_by_others == pytest.approx(0.5 * GIB)
+    assert oom().held_by_others == pytest.approx(0.9 * GIB - LEAST)  # the context is not said
+    assert oom(reserved=9.9).held_by_others == 0  # never below 0
+    assert oom(free=None).held_by_others is None
+    assert oom(reserved=None).held_by_others is None
 
 
 @pytest.mark.parametrize(
