@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from .engine.counts import window_count
     from .job import Job
     from .planner import fit_config
-    from .planner.estimates import estimate_memory
-    from .planner.search import plan_memory
+    from .planner.estimate import estimate_memory
+    from .planner.plan import plan_memory
 
 __version__ = "0.3.0"
 

@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 from d2_memfit import Job, plan_memory
 from d2_memfit.config import PRESETS, budget_of_preset, load_cfg
-from d2_memfit.planner.writing import keys_as_yaml
+from d2_memfit.planner.plan_file import keys_as_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 TRANSFORMERS = ROOT / "projects" / "Transformers"

@@ -77,15 +77,12 @@ _C.MEMFIT.PLAN = CN()
 # BUDGET_GB.
 _C.MEMFIT.PLAN.ENABLED = False
 # Headroom of a plan, as a share of the budget, because estimates are not exact. None: the memory
-# that other software versions and another context may add, by the range of the estimate and RISK.
+# that other software versions and another context may add.
 _C.MEMFIT.PLAN.MARGIN = None
-# The chance that a run needs more than its budget, which decides that headroom: 0.05 is one run in
-# twenty.
-_C.MEMFIT.PLAN.RISK = 0.05
 # Tiers of techniques that a plan may use: "exact", "precision", "recipe".
 _C.MEMFIT.PLAN.ALLOW = ["exact", "precision"]
-# What a plan prefers if an exact plan fits. "exact" keeps the gradients. "speed" chooses the plan
-# that is predicted to be the fastest, even if the job would fit without changes.
+# What a plan prefers if an exact plan fits. "exact" keeps the gradients. "speed" takes mixed
+# precision first on cards that are faster with it, even if the job would fit without changes.
 _C.MEMFIT.PLAN.PREFER = "exact"
 # GB that a plan predicts for its largest images: allocated, reserved, and outside PyTorch's
 # allocator. Plans write this key, and the run records it with its own peaks.

@@ -16,8 +16,8 @@ from ..engine import recovering_inference
 from ..engine.collectives import Collective, noticed_collectives, second_rank_pretended
 from ..errors import MemfitError
 from ..job import Job
+from ..planner import steps
 from ..planner.dry_run import one_line_errors
-from ..planner.estimates import steps
 from ..settings import RecoveryOptions
 from ..techniques import TECHNIQUES, get_technique
 from .estimate_check import estimate_against_real_step

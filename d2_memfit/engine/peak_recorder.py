@@ -109,6 +109,7 @@ class PeakRecorder(MemoryHook):
 def settings_of(cfg: CfgNode) -> dict[str, Any]:
     """Values of the keys that decide how much memory a model takes."""
     others = ("MEMFIT.PLAN.", "MEMFIT.MONITOR.", "MEMFIT.PRESET")
-    keys = ["SOLVER.IMS_PER_BATCH", "SOLVER.AMP.ENABLED", *keys_of(default_keys())]
-    values = {key: value_of(cfg, key) for key in keys if not key.startswith(others)}
+    keys = [key for key in keys_of(default_keys()) if not key.startswith(others)]
+    keys += ["SOLVER.IMS_PER_BATCH", "SOLVER.AMP.ENABLED", "MEMFIT.PLAN.PREDICTED_GB"]
+    values = {key: value_of(cfg, key) for key in keys}
     return {key: value for key, value in values.items() if not isinstance(value, CfgNode)}

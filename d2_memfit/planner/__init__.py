@@ -62,8 +62,8 @@ The host (``techniques/host_budget.py``)
       two (ATen/core/CachingHostAllocator.h).
 """
 
-from .estimates import estimate_memory
-from .planned_run import fit_config
-from .search import plan_memory
+from .estimate import estimate_memory
+from .fit_config import fit_config
+from .plan import plan_memory
 
 __all__ = ["estimate_memory", "fit_config", "plan_memory"]

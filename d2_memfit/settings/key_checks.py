@@ -108,10 +108,6 @@ _CHECKS: dict[str, Check] = {
     ),
     "MEMFIT.PLAN.OFFLOADED_GB": check_number,
     "MEMFIT.PLAN.MARGIN": _or_none(partial(check_number, most=0.99)),
-    "MEMFIT.PLAN.RISK": must(
-        "a number above 0 and at most 0.5, such as 0.05",
-        lambda value: isinstance(value, float) and 0 < value <= 0.5,
-    ),
     "MEMFIT.PLAN.PREFER": _choice("exact", "speed"),
     "MEMFIT.PLAN.ALLOW": _tiers,
 }

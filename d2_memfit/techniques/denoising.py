@@ -45,14 +45,16 @@ class DenoisingQueries(PositiveIntTechnique):
     """Bounds the denoising queries of DINO-like models, which follow the most crowded image.
 
     Saves the decoder's memory for two queries of each further object, and the attention among them.
-    Changes: in each forward, an image with more objects has denoising queries for a random choice
-    of them. Their losses are weighted to count for all of its objects. The queries of a group see
-    each other, so their predictions differ a little. All objects are matched, as before.
 
     Source: Zhang et al., "DINO", arXiv:2203.03605, whose queries are for all objects.
     """
 
     tier = "recipe"
+    changes = (
+        "in each forward, an image with more objects has denoising queries for a random choice of "
+        "them. Their losses are weighted to count for all of its objects. The queries of a group "
+        "see each other, so their predictions differ a little. All objects are matched, as before"
+    )
     part = "model"
     # Objects of an image that have denoising queries at a time, each of them counted once in
     # each group, as in num_denoising of transformers. If an image has more objects, a random

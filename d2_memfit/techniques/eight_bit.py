@@ -23,16 +23,15 @@ class EightBitOptimizerStates(BooleanTechnique):
     """Keeps momentum and, for Adam, variance in 8 bits, in blocks with a scale each.
 
     Saves three quarters of the optimizer's states. Costs little time. Needs bitsandbytes. Optimizer
-    states of checkpoints made without it cannot be resumed with it, nor the reverse. Changes: the
-    rounding of the optimizer's states, to 8 bits.
+    states of checkpoints made without it cannot be resumed with it, nor the reverse.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
     """
 
     tier = "precision"
+    changes = "the rounding of the optimizer's states, to 8 bits"
     part = "optimizer"
     in_evaluation = True
-    never_faster = True
     # Whether the optimizer's states are kept in 8 bits.
     key = "MEMFIT.OPTIMIZER.STATES_8BIT"
 

@@ -14,7 +14,7 @@ from d2_memfit.compat import without_ddp
 from d2_memfit.engine import build_trainer
 from d2_memfit.job import tensors_of
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.steps import Session
 from d2_memfit.settings import RecoveryOptions
 
 pytestmark = pytest.mark.slow
@@ -170,7 +170,7 @@ def test_the_estimate_has_the_bytes_of_the_loop():
     peaks = []
     for loss_fn in (detector_losses, critic_losses):
         job = job_of(loss_fn, batch)
-        dry = steps.train(job, [job.training_batch(2)], like_gpu=False, foreach=False)
+        dry = Session(job, like_gpu=False, foreach=False).train(job.training_batch(2))
         peaks.append(sum(dry.peak().values()))
     with TensorMeter() as meter:
         train(halves_of(WithCritic()), [batch] * 2)

@@ -8,7 +8,7 @@ from tiny import images, tiny_cfg
 
 from d2_memfit.job import Job, mask_bytes_per_object, objects_per_image, with_objects
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob
+from d2_memfit.planner.estimate import DryJob
 
 
 @pytest.mark.parametrize("num", [2, 3, 8])
@@ -75,6 +75,6 @@ def test_memory_is_that_of_as_many_objects_from_the_mapper(family, mask_format):
     )
     assert objects_per_image(few.job.training_batch()) == [20, 20]
     repeated = few.with_batch(with_objects(few.job.training_batch(), 70), {})
-    peaks = [job.training_use().allocated_bytes for job in (few, repeated, many)]
+    peaks = [job.use().allocated_bytes for job in (few, repeated, many)]
     assert peaks[1] == pytest.approx(peaks[2], rel=0.01)
     assert peaks[1] > 1.02 * peaks[0]

@@ -23,7 +23,7 @@ from d2_memfit import Job, MemfitMixin, estimate_memory
 from d2_memfit.engine import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase, size_of, with_overrides
-from d2_memfit.planner.writing import describe_estimate
+from d2_memfit.planner.text import describe_estimate
 from d2_memfit.settings import cfg_of_lazy, overrides_of
 
 pytestmark = pytest.mark.slow

@@ -19,7 +19,8 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, run_for_real
+from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.probe import run_for_real
 from d2_memfit.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.techniques import apply_techniques, get_technique
 

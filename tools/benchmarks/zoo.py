@@ -30,7 +30,7 @@ from d2_memfit.config import load_cfg
 from d2_memfit.errors import one_line
 from d2_memfit.job import Job, find_function, load_lazy_config, projects_of
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, MemoryEstimate
+from d2_memfit.planner.estimate import DryJob, MemoryEstimate
 from d2_memfit.planner.stand_ins import as_in_pytorch
 
 from .common import in_own_processes, markdown_table
