@@ -5,7 +5,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional
 
 from detectron2 import data
@@ -66,10 +66,19 @@ def rebuild(run: LoggedRun, help: Help) -> Rebuilt:
         ConfigError: something of the job is neither in the log nor here.
     """
     card, _ = card_of(run)
-    device, assumed = DeviceModel.load(card.device if card else "cuda"), []
+    device, assumed, release = (
+        DeviceModel.load(card.device if card else "cuda"),
+        [],
+        release_of(run),
+    )
     if card is None:
         said = run.gpus[0] if run.gpus else "a card that the log does not name"
         assumed.append(f"{said}, taken for a current CUDA card")
+        device = replace(device, card_is_known=bool(run.gpus))
+    if release is None:
+        assumed.append("the log does not say which PyTorch ran")
+    # Until 2.0, gradients existed in each forward.
+    device = replace(device, release_is_known=release is not None and release >= (2, 0))
     ranks = run.ranks or 1
     if run.is_lazy and help.lazy_job is not None:
         return Rebuilt(help.lazy_job(ranks), device, assumed)

@@ -24,10 +24,9 @@ __all__ += ["explain_run", "is_shared", "plan_for"]
 
 _MIB_PER_GB = 1024.0
 _MUCH_MIB = 1536.0  # more outside the process's allocator than contexts alone explain
-# Dry runs are of current software. Until 2.0 gradients existed in each forward, until 1.11 loss and
-# ReLU kept their inputs, and cuDNN 7 took larger workspaces: docs/HOW_ACCURATE.md.
-_CURRENT, _OF_OLD_SOFTWARE = (1, 12), 1.25
-_OF_AN_UNKNOWN_CARD = 1.5  # any algorithm of cuDNN may fit it
+# Until 1.11 loss and ReLU kept their inputs, and cuDNN 7 took larger workspaces. Dry runs are of
+# current software, so the range goes up to this share of the prediction: docs/HOW_ACCURATE.md.
+_CURRENT, _OF_OLD_SOFTWARE = (1, 12), 1.2
 
 
 @dataclass(frozen=True)
@@ -168,36 +167,27 @@ def explain_run(
     told.assumed, told.not_rebuilt = [*run.notes], why_not
     if prediction is None:
         return told
-    e, (more, lines) = prediction.estimate, _more_of_unknown_software(run)
-    told.range_mib = low, high = _range_mib(run, e, more)
+    e = prediction.estimate
+    told.range_mib = low, high = _range_mib(run, e)
     if measured is not None and (run.oom is None or measured >= low):
         told.inside = low <= measured <= high  # a run that died with less had not what it needs
     typical_gb = e.peak_allocated_gb if e.typical_gb is None else e.typical_gb
     told.images_per_gpu, told.typical_mib = e.images_per_gpu, typical_gb * _MIB_PER_GB
     told.predicted_mib = e.peak_allocated_gb * _MIB_PER_GB
     told.oom = None if run.oom is None else _oom_of(run, run.oom, told.range_mib)
-    told.assumed += [*prediction.rebuilt.assumed, *lines, *e.assumptions, *e.at_least]
+    told.assumed += [*prediction.rebuilt.assumed, *e.assumptions, *e.at_least]
     return told
 
 
-def _range_mib(run: LoggedRun, estimate: MemoryEstimate, more: float) -> tuple[float, float]:
-    """The estimate's range, with ``more`` as a factor of its upper end, for the run's card."""
+def _range_mib(run: LoggedRun, estimate: MemoryEstimate) -> tuple[float, float]:
+    """The estimate's range, for the run's card and software."""
     low, high = (gb * _MIB_PER_GB for gb in estimate.range_gb)
+    predicted, release = estimate.peak_allocated_gb * _MIB_PER_GB, release_of(run)
+    if release is not None and release < _CURRENT:
+        high = max(high, _OF_OLD_SOFTWARE * predicted)
     _, gigabytes = card_of(run)
     most = (gigabytes or math.inf) * _MIB_PER_GB - CONTEXT_MIB[0]
-    is_below = estimate.peak_allocated_gb * _MIB_PER_GB < most
-    return low, min(high * more, most) if is_below else high * more  # workspaces take what there is
-
-
-def _more_of_unknown_software(run: LoggedRun) -> tuple[float, list[str]]:
-    """A factor for the upper end of a range, and a line about it if it is not 1."""
-    release = release_of(run)
-    if not run.gpus:
-        return _OF_AN_UNKNOWN_CARD, [f"any card: up to x {_OF_AN_UNKNOWN_CARD} of the prediction"]
-    if release is None or release < _CURRENT:
-        what = "any release" if release is None else "{}.{}".format(*release)
-        return _OF_OLD_SOFTWARE, [f"PyTorch, {what}: up to x {_OF_OLD_SOFTWARE} of the prediction"]
-    return 1.0, []
+    return low, min(high, most) if predicted < most else high  # workspaces take what there is
 
 
 def _images_per_gpu(run: LoggedRun) -> Optional[int]:

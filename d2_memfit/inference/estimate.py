@@ -8,7 +8,7 @@ from ..common.units import GB
 from ..job import Job, size_of
 from ..memory import segments_expand
 from ..planner.device import DeviceModel
-from ..planner.dry_run import Convolution, one_line_errors
+from ..planner.dry_run import Workspace, one_line_errors
 from ..planner.steps import Session
 
 __all__ = ["InferenceEstimate", "estimate_inference"]
@@ -58,7 +58,7 @@ def estimate_inference(job: Job, device_name: Optional[str] = None) -> Inference
     kept = [
         event
         for event in timeline.events
-        if isinstance(event, Convolution) or event.allocation.owner not in _OF_TRAINING
+        if isinstance(event, Workspace) or event.allocation.owner not in _OF_TRAINING
     ]
     use = device.use(
         replace(timeline, events=kept), None, segments_expand(job.budget_gb is not None)

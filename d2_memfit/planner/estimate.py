@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -47,6 +47,7 @@ _FEW_PROPOSALS = 0.6  # of the heads of masks and keypoints, which run on propos
 _CONTEXT_MB, _OF_A_CPU_MB = 426 + 380, 360
 # The most objects in an image that are told apart, and bytes of one that do not count.
 MOST_OBJECTS, _LITTLE_BYTES = 1000, 1024
+_UNKNOWN_CARD = 0.5  # of the tensors, upwards: cuDNN may choose any algorithm
 _FIXED = ("parameters", "buffers", "gradients", "optimizer", "DDP buckets")
 
 _Place = tuple[str, str]  # phase and module
@@ -311,12 +312,8 @@ class DryJob:
             before, more = two.get(at, last), num_images - _FEW
             places[at] = Counter({k: v + more * (v - before[k]) for k, v in last.items()})
             if num_images < self.job.geometry.window:
-                places[at]["gradients"] = self._bytes_of_gradients
+                places[at]["gradients"] = self.session.gradient_bytes
         return places
-
-    @cached_property
-    def _bytes_of_gradients(self) -> int:
-        return sum(p.nbytes for p in self.session.trained)
 
     def _peak(self, timeline: Timeline) -> int:
         return self.device.use(timeline, None, self.expandable_segments).allocated_bytes
@@ -507,12 +504,15 @@ class DryJob:
                 typical = (typical or worst) * (1 + change)
                 least *= min(1 + change, 1)
                 most.append(abs(change) * worst * (change > 0 or batches.is_guess))
-        if device.is_gpu:
-            largest = replace(device, convolution_workspace="most")
-            more = largest.use(timeline, None, self.expandable_segments).allocated_bytes
-            if more > 1.01 * of_run.allocated_bytes:
-                wider.append("convolutions may have larger workspaces")
-                most.append((more / of_run.allocated_bytes - 1) * worst)
+        if workspaces := use.breakdown["workspace"]:
+            wider.append("other algorithms of convolutions may take more")
+            most.append(workspaces)
+        if not device.card_is_known:
+            wider.append("the card is not known")
+            most.append(_UNKNOWN_CARD * worst)
+        if not device.release_is_known:
+            wider.append("PyTorch's release is not known")
+            most.append(self.session.gradient_bytes)
         low = fixed + least
         return low - _software_share(device) * worst, worst + math.hypot(*most), typical, wider
 

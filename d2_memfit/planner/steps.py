@@ -49,7 +49,7 @@ class Session:
 
     Attributes:
         model: the model, with the job's techniques.
-        trained: the parameters that are trained.
+        gradient_bytes: bytes of all gradients.
         has_roi_heads: whether the model samples proposals.
         images: number of images in each dry run of a training step.
     """
@@ -66,10 +66,11 @@ class Session:
                 pass  # raises if a technique does not work with the model
             self.has_roi_heads = bool(parts_with_roi_heads(self.model))
             self._run = DryRun(self.model, self._optimizer)
-            self.trained = [p for p in self.model.parameters() if p.requires_grad]
+            self._trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.gradient_bytes = sum(p.nbytes for p in self._trained)
             with self._run:
                 if job.ranks > 1:
-                    numbers = sum(map(torch.numel, self.trained))
+                    numbers = sum(map(torch.numel, self._trained))
                     self._buckets = make_fake(torch.empty(numbers))
                     self._run.own("DDP buckets", self._buckets)
                 self._make_gradients()
@@ -145,7 +146,7 @@ class Session:
                 self._make_gradients()
 
     def _make_gradients(self) -> None:
-        for p in self.trained:
+        for p in self._trained:
             p.grad = make_fake(torch.zeros_like(p))
             self._run.own("gradients", p.grad)
 

@@ -76,7 +76,7 @@ def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, cap
     expected.MEMFIT.PRESET = "6GB"
     allocated, reserved, outside = planned.MEMFIT.PLAN.PREDICTED_GB
     assert 0 < allocated <= reserved
-    assert outside == pytest.approx(600 / 1024, abs=1e-3)  # of cuda.yaml: context and kernels
+    assert outside == pytest.approx(600 / 1024, abs=1e-3)  # context and kernels
     expected.MEMFIT.PLAN.PREDICTED_GB = [allocated, reserved, outside]
     assert planned == expected
 

@@ -19,7 +19,8 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -31,9 +32,9 @@ from d2_memfit.errors import one_line
 from d2_memfit.job import Job, find_function, load_lazy_config, projects_of
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob, MemoryEstimate
-from d2_memfit.planner.stand_ins import as_in_pytorch
 
 from .common import in_own_processes, markdown_table
+from .old_software import OldDevice, as_in_cudnn_7, as_in_pytorch
 
 PUBLISHED = Path(__file__).with_name("zoo_train_memory.csv")
 UNSEEN = Path(__file__).with_name("unseen_train_memory.csv")
@@ -181,10 +182,8 @@ def compare(row: Row, folder: Optional[Path]) -> Result:
 def estimate_row(row: Row, folder: Optional[Path] = None) -> MemoryEstimate:
     major, minor = row.pytorch.split(".")
     version = int(major), int(minor)
-    device = DeviceModel.load(row.device).with_pytorch(version)
-    if row.device == "v100":  # with cuDNN 7
-        device = replace(device, convolution_workspace="transforms")
-    with as_in_pytorch(version):
+    device = OldDevice.like(DeviceModel.load(row.device), version)
+    with as_in_pytorch(version), as_in_cudnn_7() if row.device == "v100" else nullcontext():
         return DryJob(_job(row, folder), device, evaluates=False).estimate(with_range=True)
 
 

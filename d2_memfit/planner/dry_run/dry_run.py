@@ -23,7 +23,7 @@ from ...job import is_image
 from ...memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
 from .fake import is_fake, make_fake
 from .meta_kernels import mapped, on_meta
-from .timeline import Allocate, Allocation, Convolution, Free, Operator, Timeline
+from .timeline import Allocate, Allocation, Free, Operator, Timeline, Workspace
 
 __all__ = ["DryRun", "WithoutValues"]
 
@@ -177,20 +177,17 @@ class DryRun(OwnerMeter):
         number_format = str(tensors[0].dtype).replace("torch.", "") if kind else ""
         work.operators[Operator(kind, number_format, flops, num_bytes)] += 1
         if func is aten.convolution.default:
-            self._note_convolution("forward", args[0], args[1], result, args)
+            self._note_workspace(args[0], args[1], result, args)
         elif func is aten.convolution_backward.default:
-            for direction, gradient in zip(("data", "filter"), result):
+            for gradient in result[:2]:  # of the data, and of the filter
                 if gradient is not None:
-                    self._note_convolution(direction, args[1], args[2], args[0], args[1:])
+                    self._note_workspace(args[1], args[2], args[0], args[1:])
 
-    def _note_convolution(
-        self, direction: str, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: _Args
+    def _note_workspace(
+        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: _Args
     ) -> None:
-        stride, groups = tuple(args[3]), args[8]
-        convolution = Convolution(
-            direction, x.shape, weight.shape, y.shape, stride, groups, x.dtype, self.phase
-        )
-        self.timeline.events.append(convolution)
+        num_bytes = workspace_bytes(x, weight, y, tuple(args[3]), args[8])
+        self.timeline.events.append(Workspace(num_bytes, self.phase))
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         super()._count(storage)
@@ -249,6 +246,16 @@ class DryRun(OwnerMeter):
             if allocation is not None and not allocation.module:
                 allocation.dtype, allocation.shape = tensor.dtype, tuple(tensor.shape)
                 allocation.module, allocation.operator = module, operator
+
+
+def workspace_bytes(
+    x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, stride: tuple[int, ...], groups: int
+) -> int:
+    """What a convolution takes while it runs: copies of its tensors in another memory layout.
+
+    Kernels for tensor cores want channels last, and oneDNN's a blocked layout.
+    """
+    return x.nbytes + weight.nbytes + y.nbytes
 
 
 def _kind_and_flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> tuple[str, int]:

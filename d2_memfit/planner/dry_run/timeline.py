@@ -12,13 +12,13 @@ __all__ = [
     "Allocate",
     "Allocation",
     "BlockCall",
-    "Convolution",
     "Copy",
     "Event",
     "Free",
     "Operator",
     "Timeline",
     "Work",
+    "Workspace",
 ]
 
 
@@ -51,22 +51,10 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Convolution:
-    """A convolution, with the properties on which a library's choice of algorithm depends.
+class Workspace:
+    """Memory that an operator takes while it runs, in addition to its tensors."""
 
-    Attributes:
-        direction: "forward", or in the backward the gradient of the "data" or the "filter".
-        input: [N, channels, H, W].
-        weight: [output channels, input channels / groups, height, width].
-    """
-
-    direction: str
-    input: torch.Size
-    weight: torch.Size
-    output: torch.Size
-    stride: tuple[int, ...]
-    groups: int
-    dtype: torch.dtype
+    num_bytes: int
     phase: str
 
 
@@ -93,7 +81,7 @@ class Free(_Change):
         return -self.allocation.num_bytes
 
 
-Event = Union[Allocate, Free, Convolution]
+Event = Union[Allocate, Free, Workspace]
 
 
 class Operator(NamedTuple):
@@ -175,7 +163,8 @@ class Timeline:
     """The events of a dry run, with their work.
 
     Attributes:
-        events: in the order in which they happen. A convolution comes after its allocations.
+        events: in the order in which they happen. A workspace comes after the allocations of its
+            operator.
         work: by phase.
         calls: forwards of the model's blocks in training, in the order in which they end.
         notes: lines about parts that may be larger in a real batch.
@@ -218,4 +207,4 @@ class Timeline:
         return {event.allocation for event in until_then} - gone
 
     def _changes(self) -> list[Union[Allocate, Free]]:
-        return [event for event in self.events if not isinstance(event, Convolution)]
+        return [event for event in self.events if not isinstance(event, Workspace)]

@@ -1,17 +1,15 @@
 # Copyright (c) the d2_memfit developers.
 """What earlier releases of PyTorch and cuDNN took."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from benchmarks.old_software import OldDevice, as_in_cudnn_7, as_in_pytorch
 from torch import nn
 from torch.nn import functional
 
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.dry_run import Allocate, Allocation, Convolution, Free, Timeline
-from d2_memfit.planner.stand_ins import as_in_pytorch
+from d2_memfit.planner.dry_run import Allocate, Allocation, Free, Timeline, dry_run
 
 MB = 2**20
 CUDA = DeviceModel.load("cuda")
@@ -75,41 +73,25 @@ def test_logits_are_there_while_their_gradients_are_made():
     assert meter.peak_bytes == pytest.approx(4 * MB, rel=0.01)
 
 
-def convolution(channels, size, num_images=2, kernel=3, dtype=torch.float32):
-    data = torch.Size((num_images, channels, *size))
-    weight = torch.Size((channels, channels, kernel, kernel))
-    return Convolution("forward", data, weight, data, (1, 1), 1, dtype, "forward")
+def workspace(channels, size, num_images=2, kernel=3, dtype=torch.float32):
+    x = torch.empty((num_images, channels, *size), dtype=dtype, device="meta")
+    weight = torch.empty((channels, channels, kernel, kernel), dtype=dtype, device="meta")
+    return dry_run.workspace_bytes(x, weight, x, (1, 1), 1)
 
 
 def test_cudnn_7_transforms_tiles():
-    workspace = replace(CUDA, convolution_workspace="transforms").workspace_bytes
-    # 168 tiles of the data, with 512 channels, and 256 x 256 filters, of 32 x 17 complex numbers.
-    large = convolution(256, (200, 336))
-    assert workspace(large) == pytest.approx((168 * 512 + 256**2) * 32 * 17 * 8, rel=0.01)
-    small = convolution(256, (25, 42))  # filters would be larger than the data: Winograd's tiles
-    assert workspace(small) == 36 * 4 * (2 * 7 * 11 * 512 + 256 * 256)
-    assert workspace(convolution(2048, (50, 84), kernel=1)) == 0
-    assert workspace(convolution(80, (28, 28), num_images=256, kernel=1)) == 0  # few channels
-    half = convolution(256, (25, 42), dtype=torch.float16)
-    assert workspace(half) == CUDA.workspace_bytes(half)
-
-
-@pytest.mark.parametrize("kernel", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_most_is_that_of_the_largest_algorithm(kernel, dtype):
-    c = convolution(256, (200, 336), kernel=kernel, dtype=dtype)
-    each = {
-        name: replace(CUDA, convolution_workspace=name).workspace_bytes(c)
-        for name in ("none", "layout", "transforms")
-    }
-    assert each["none"] == 0
-    most = replace(CUDA, convolution_workspace="most").workspace_bytes(c)
-    assert most >= max(each.values())
-    # Ten images have so many tiles that Winograd's 36 numbers for each 16 results are the most.
-    ten = convolution(256, (200, 336), num_images=10)
-    assert replace(CUDA, convolution_workspace="most").workspace_bytes(ten) == 36 * 4 * (
-        10 * 50 * 84 * 512 + 256 * 256
-    )
+    half = workspace(256, (25, 42), dtype=torch.float16)
+    with as_in_cudnn_7():
+        # 168 tiles of the data, with 512 channels, and 256 x 256 filters, of 32 x 17 complex
+        # numbers.
+        large = workspace(256, (200, 336))
+        assert large == pytest.approx((168 * 512 + 256**2) * 32 * 17 * 8, rel=0.01)
+        small = workspace(256, (25, 42))  # filters would be larger than the data: Winograd's tiles
+        assert small == 36 * 4 * (2 * 7 * 11 * 512 + 256 * 256)
+        assert workspace(2048, (50, 84), kernel=1) == 0
+        assert workspace(80, (28, 28), num_images=256, kernel=1) == 0  # few channels
+        assert workspace(256, (25, 42), dtype=torch.float16) == half
+    assert workspace(2048, (50, 84), kernel=1) > 0
 
 
 def test_gradients_that_a_loop_keeps_are_there_in_the_forward():
@@ -118,11 +100,11 @@ def test_gradients_that_a_loop_keeps_are_there_in_the_forward():
     new = Allocation(100 * MB, "gradients", "backward")
     events = [Allocate(kept), Free(kept), Allocate(activation), Free(activation), Allocate(new)]
     timeline = Timeline(events=events)
-    assert CUDA.with_pytorch((1, 9)).use(timeline).allocated_bytes == 150 * MB
-    with_cublas = CUDA.with_pytorch((1, 13))
+    assert OldDevice.like(CUDA, (1, 9)).use(timeline).allocated_bytes == 150 * MB
+    with_cublas = OldDevice.like(CUDA, (1, 13))
     assert with_cublas.use(timeline).allocated_bytes == pytest.approx(166.25 * MB)
     assert not with_cublas.foreach
-    assert CUDA.with_pytorch((2, 0)) == CUDA
+    assert OldDevice.like(CUDA, (2, 0)) is CUDA
     assert CUDA.use(timeline).allocated_bytes < 120 * MB
 
 
