@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from .engine import AccumulatingTrainer, MemfitMixin, MemfitTrainer
     from .engine.counts import window_count
     from .job import Job
-    from .planner import fit_config
     from .planner.estimate import estimate_memory
+    from .planner.fit_config import fit_config
     from .planner.plan import plan_memory
 
 __version__ = "0.3.0"
@@ -37,10 +37,10 @@ _HOMES = {
     "MemfitMixin": "engine",
     "MemfitTrainer": "engine",
     "add_memfit_config": "config",
-    "estimate_memory": "planner",
-    "fit_config": "planner",
+    "estimate_memory": "planner.estimate",
+    "fit_config": "planner.fit_config",
     "get_cfg": "config",
-    "plan_memory": "planner",
+    "plan_memory": "planner.plan",
     "window_count": "engine.counts",
 }
 

@@ -16,8 +16,8 @@ from typing import Any, Optional
 from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
 from ..config import find_card, find_config_file, settings_of_card
+from ..engine import world_size
 from ..engine.ending import signals_end_at_once
-from ..engine.launch import world_size
 from ..errors import ConfigError, exit_on_error
 from ..job import Job, find_function, load_lazy_config
 from ..memory import use_expandable_segments
@@ -181,7 +181,7 @@ def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
 def _estimate(args: argparse.Namespace) -> None:
     _, job, device = _asked(args)
     if args.inference_only:
-        from ..inference.estimate import estimate_inference
+        from ..inference import estimate_inference
 
         inference = estimate_inference(job, device)
         text, _ = _with_notes(args, str(inference), "")

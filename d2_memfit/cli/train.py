@@ -38,7 +38,7 @@ from ..errors import ConfigError, MemfitError, exit_on_error
 from ..evaluation import build_evaluator
 from ..inference import WholeModelCheckpointer
 from ..memory import use_expandable_segments
-from ..planner import fit_config
+from ..planner.fit_config import fit_config
 from ..settings import Precision, check_settings
 from ..settings.detectron2_keys import CHECKS_FOR_PROJECTS, DETECTRON2_CHECKS
 from . import train_lazy

@@ -37,7 +37,7 @@ from ..evaluation import use_available_implementation
 from ..inference import WholeModelCheckpointer
 from ..job import Job, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments
-from ..planner import fit_config
+from ..planner.fit_config import fit_config
 from ..settings import Precision, cfg_of_lazy, check_settings, lazy_name, named
 from .next_step import after_training
 from .options import opts_of_budget, opts_of_fit, with_opts

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from ..common.side_work import no_information
 from ..errors import ConfigError
 from .registry import TECHNIQUES, BooleanTechnique
-from .zero import has_known_step
+from .support import has_known_step
 
 __all__ = ["EightBitOptimizerStates"]
 

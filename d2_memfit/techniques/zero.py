@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from ..errors import ConfigError
 from .registry import TECHNIQUES, BooleanTechnique
 
-__all__ = ["ShardedOptimizerStates", "has_known_step"]
+__all__ = ["ShardedOptimizerStates"]
 
 
 @TECHNIQUES.register()
@@ -44,8 +44,3 @@ class ShardedOptimizerStates(BooleanTechnique):
 
         cls.check(cfg, comm.get_world_size())
         return ShardedOptimizer(optimizer)
-
-
-def has_known_step(cls: type[Optimizer]) -> bool:
-    """Whether an optimizer's step is PyTorch's, or Detectron2's with per-parameter clipping."""
-    return cls.step.__module__.startswith(("torch.optim.", "detectron2.solver."))

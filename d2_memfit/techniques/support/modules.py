@@ -6,12 +6,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from ...common.checks import did_you_mean
 from ...common.patching import change_class
 from ...errors import ConfigError
 
-__all__ = ["add_mixin", "find_modules", "own_class"]
+__all__ = ["add_mixin", "find_modules", "has_known_step", "own_class"]
 
 
 def find_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> list[nn.Module]:
@@ -88,3 +89,8 @@ def _extended(base: type[nn.Module], extensions: list[tuple[type, dict[str, Any]
     for mixin, attributes in extensions:
         add_mixin(module, mixin, **attributes)
     return module
+
+
+def has_known_step(cls: type[Optimizer]) -> bool:
+    """Whether an optimizer's step is PyTorch's, or Detectron2's with per-parameter clipping."""
+    return cls.step.__module__.startswith(("torch.optim.", "detectron2.solver."))

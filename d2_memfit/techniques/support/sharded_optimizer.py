@@ -8,7 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
-from ..zero import has_known_step
+from .modules import has_known_step
 
 __all__ = ["ShardedOptimizer"]
 
