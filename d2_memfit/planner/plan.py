@@ -5,6 +5,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -202,7 +203,7 @@ class Ladder:
         first = Rung(self._first)
         if images := self._most_images(first):
             return first, images
-        leads = self._leads(self._tiers)
+        leads = self._leads()
         if not self._fits_with_all(leads[-1]):
             return None
         lead = next(lead for lead in leads if self._fits_with_all(lead))
@@ -220,11 +221,11 @@ class Ladder:
                 return rung, least
         return rung, self._most_images(rung) or least
 
-    def _leads(self, tiers: Sequence[str]) -> list[tuple[str, ...]]:
+    def _leads(self) -> list[tuple[str, ...]]:
         """More and more of what is not exact, the least harmful first."""
         harms = [*self._first]
         for tier in ("precision", "recipe"):
-            if tier in tiers:
+            if tier in self._tiers:
                 smaller = tier == "recipe" and self._trains_batch_norm
                 harms += [_MICRO_BATCH] * (smaller and self._start.num_images > 1)
                 harms += [name for name in self._usable(tier) if name not in harms]
@@ -239,8 +240,9 @@ class Ladder:
         levels.append(Rung(names))
         if _CHECKPOINT in exact:
             names += (_CHECKPOINT,)
-            for blocks in (("backbone",), ("all",)):
-                if blocks_of(self._start.session.model, blocks[0]):
+            for choice in ("all",) if self._checkpointed else ("backbone", "all"):
+                if blocks_of(self._start.session.model, choice):
+                    blocks = (choice,)
                     levels.append(Rung(names, blocks))
         if _OFFLOAD in exact:
             levels.append(Rung((*names, _OFFLOAD), blocks))
@@ -264,17 +266,17 @@ class Ladder:
         return fits and self._host_holds(dry_job)
 
     def _host_holds(self, dry_job: DryJob) -> bool:
-        """Whether the host has the RAM for what a job moves there."""
-        is_used = dry_job.offloaded_bytes or dry_job.evaluation_host_bytes
-        return not is_used or dry_job.host_bytes <= self._host_bytes
+        """Whether the host has the RAM for what a job moves there.
 
-    @cached_property
-    def _host_bytes(self) -> float:
-        """RAM for a rank: MEMFIT.HOST.BUDGET_GB, or what this machine has if it has the GPU."""
-        job = self._start.job
-        if job.cfg.MEMFIT.HOST.BUDGET_GB is not None:
-            return job.cfg.MEMFIT.HOST.BUDGET_GB * GB / job.ranks
-        return available_host_bytes() / job.ranks if torch.cuda.is_available() else math.inf
+        It is MEMFIT.HOST.BUDGET_GB, or what this machine has if it has the GPU.
+        """
+        if not (dry_job.offloaded_bytes or dry_job.evaluation_host_bytes):
+            return True
+        budget_gb = dry_job.job.cfg.MEMFIT.HOST.BUDGET_GB
+        if budget_gb is None and not torch.cuda.is_available():
+            return True
+        available = available_host_bytes() if budget_gb is None else budget_gb * GB
+        return dry_job.host_bytes <= available / dry_job.job.ranks
 
     def _dry_job(self, rung: Rung) -> tuple[Rung, DryJob]:
         """The job on a rung, and the rung without techniques with which it does not run."""
@@ -283,7 +285,7 @@ class Ladder:
             job = start.job.with_settings(self._settings(rung))
             dry_job = DryJob(job, start.device, start.evaluates, partial(self._say, rung))
             try:
-                dry_job.whole(self._least_images(rung.names))
+                dry_job.whole(1) if self._least_images(rung.names) == 1 else dry_job.run(2)
                 self._known[rung] = rung, dry_job
             except MemfitError as e:
                 names: tuple[str, ...] = ()
@@ -308,14 +310,12 @@ class Ladder:
 
     def _most_images(self, rung: Rung) -> Optional[int]:
         """The largest micro-batch that fits; None if none does."""
-        sizes = self._sizes(self._least_images(rung.names))
-        return next((n for n in reversed(sizes) if self._fits(rung, n)), None)
-
-    def _sizes(self, least: int) -> list[int]:
-        """The smallest micro-batch for each number of micro-batches in an iteration, sorted."""
         window, most = self._start.job.geometry.window, self._start.num_images
+        least = self._least_images(rung.names)
+        # The smallest for each number of micro-batches in an iteration.
         sizes = {-(-window // number) for number in range(1, window + 1)}
-        return sorted({min(max(size, least), most) for size in sizes})
+        sizes = {min(max(size, least), most) for size in sizes}
+        return next((n for n in sorted(sizes, reverse=True) if self._fits(rung, n)), None)
 
     def _least_images(self, names: Sequence[str]) -> int:
         """Smaller micro-batches change the statistics of BatchNorm that is trained."""
@@ -331,6 +331,11 @@ class Ladder:
     @cached_property
     def _trains_batch_norm(self) -> bool:
         return self._has(BatchNorm)
+
+    @property
+    def _checkpointed(self) -> tuple[str, ...]:
+        """Patterns of the blocks that the job recomputes as it is."""
+        return tuple(self._start.job.cfg.MEMFIT.CHECKPOINT.MODULES)
 
     def _without_what_can_go(self, rung: Rung, lead: tuple[str, ...], least: int) -> Rung:
         """Drop exact techniques that are not needed, the most costly first."""
@@ -350,15 +355,14 @@ class Ladder:
         """
         names = tuple(name for name in rung.names if name != _CHECKPOINT)
         _, dry_job = self._dry_job(_named((*names, _CHECKPOINT), before) if before else Rung(names))
-        model = self._start.session.model
-        blocks = {*blocks_of(model, rung.blocks[0])}
-        blocks -= {*blocks_of(model, before[0])} if before else set()
-        timeline = dry_job.whole(least)
-        saved, work = _saved_by_blocks(timeline)
+        before = before or self._checkpointed
+        blocks = {*blocks_of(self._start.session.model, rung.blocks[0])}
+        few = min(least, 3)
+        saved, work = _saved_by_blocks(dry_job.whole(few) if least == few else dry_job.run(few))
         order = sorted(saved.keys() & blocks, key=lambda name: -saved[name] / max(work[name], 1))
         too_much = dry_job.budget_bytes(dry_job.use(least)) - self._budget_gb * GB
         for i in range(1, len(order)):
-            if sum(saved[name] for name in order[:i]) >= too_much:
+            if sum(saved[name] for name in order[:i]) * least / few >= too_much:
                 chosen = rung._replace(blocks=(*before, *sorted(order[:i], key=[*saved].index)))
                 if self._fits(chosen, least):
                     return chosen
@@ -403,12 +407,11 @@ class Ladder:
             counts_objects: whether to tell how many objects fit.
         """
         found = self.search()
-        rung, num_images = found or self._smallest(self._tiers)
+        rung, num_images = found or self._smallest()
         rung, dry_job = self._dry_job(rung)
         if num_images < self._start.num_images:
             dry_job = dry_job.with_images(num_images)
-        if probe:
-            dry_job.probe()
+        dry_job.probe() if probe else dry_job.whole()
         budget = self._budget_gb * GB
         least = max(dry_job.budget_bytes(use) for use in dry_job.uses())
         fits = found is not None and least <= budget
@@ -440,13 +443,15 @@ class Ladder:
             left_out=tuple(self.left_out),
         )
 
-    def _smallest(self, tiers: Sequence[str]) -> tuple[Rung, int]:
+    def _smallest(self) -> tuple[Rung, int]:
         """The rung with all that may change, and the smallest micro-batch."""
-        lead = self._leads(tiers)[-1]
+        lead = self._leads()[-1]
         return self._dry_job(self._levels(lead)[-1])[0], self._least_images(lead)
 
     def _would_fit(self, tiers: Sequence[str]) -> bool:
-        return self._fits(*self._smallest(tiers))
+        other = copy(self)
+        other._tiers = tiers
+        return other._fits(*other._smallest())
 
     def _more_tiers(self) -> list[tuple[str, ...]]:
         """Further tiers that could be allowed, in the order of harm."""
