@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from .engine.defaults import MemfitMixin, MemfitTrainer
     from .engine.train_loop import AccumulatingTrainer
     from .job import Job
-    from .planner import fit_config
-    from .planner.estimates import estimate_memory
-    from .planner.search import plan_memory
+    from .planner.estimate import estimate_memory
+    from .planner.fit_config import fit_config
+    from .planner.plan import plan_memory
 
 __version__ = "0.3.0"
 
@@ -40,11 +40,11 @@ _HOMES = {
     "MemfitMixin": "engine.defaults",
     "MemfitTrainer": "engine.defaults",
     "add_memfit_config": "config.load",
-    "estimate_memory": "planner",
-    "fit_config": "planner",
+    "estimate_memory": "planner.estimate",
+    "fit_config": "planner.fit_config",
     "get_cfg": "config.load",
     "model_zoo": "config.model_zoo",
-    "plan_memory": "planner",
+    "plan_memory": "planner.plan",
     "window_count": "engine.counts",
 }
 

@@ -30,8 +30,9 @@ from .errors import ConfigError
 from .job import Job, WorstCase
 from .memory import device_and_software, enforce_budget, use_expandable_segments
 from .planner.dry_run import worst_case
-from .planner.estimates import build_with_values, estimate_memory, infer
-from .planner.search import plan_memory
+from .planner.estimate import estimate_memory
+from .planner.plan import plan_memory
+from .planner.steps import build_with_values, infer
 
 __all__ = ["ITEMS", "measure_gpu", "measure_item"]
 

@@ -162,8 +162,8 @@ def log(caplog, monkeypatch):
 def computing(monkeypatch):
     """Makes a job compute all that it does not, without changing what is counted."""
     from d2_memfit.memory import TensorMeter
+    from d2_memfit.planner import steps
     from d2_memfit.planner.dry_run import DryRun
-    from d2_memfit.planner.estimates import steps
 
     def compute():
         monkeypatch.setattr(steps, "WithoutValues", nullcontext)

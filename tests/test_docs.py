@@ -108,7 +108,7 @@ def parser_of(script):
         patch.setattr(Registry, "_do_register", lambda *_: None)
         try:
             if script == "d2-memfit":
-                d2_memfit_command([])
+                d2_memfit_command(["train"])
             else:
                 patch.syspath_prepend(str(script.parent))
                 runpy.run_path(str(script), run_name="__main__")

@@ -3,6 +3,7 @@
 """Measure the costs and the results of d2_memfit.
 
 tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
+tools/benchmark.py commands         CPU seconds of commands, against another revision
 tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
 tools/benchmark.py crowds           memory, time and results by the number of objects in an image
 tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
@@ -20,6 +21,7 @@ from typing import Any
 
 BENCHMARKS = (
     "accumulation",
+    "commands",
     "crowded",
     "crowds",
     "gradients",

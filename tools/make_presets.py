@@ -21,7 +21,7 @@ from tabulate import tabulate
 from d2_memfit import Job, plan_memory
 from d2_memfit.config.cards import PRESETS
 from d2_memfit.config.load import load_cfg
-from d2_memfit.planner.writing import keys_as_yaml
+from d2_memfit.planner.plan_file import keys_as_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 TRANSFORMERS = ROOT / "projects" / "Transformers"

@@ -19,7 +19,6 @@ from pages import write_section
 from tabulate import tabulate
 
 from d2_memfit.config.cards import find_card
-from d2_memfit.planner.estimates import in_words
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -65,11 +64,13 @@ def row(name: str, plans: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def cell(plan: dict[str, Any]) -> str:
-    """GB of the device without the plan and with it, and the time of an iteration."""
+    """GB of the device without the plan and with it, and the operations of an iteration."""
     before, after = (plan[name]["device_total_gb"] for name in ("before", "estimate"))
     if not plan["steps"]:
         return f"{before:.1f} GB as it is"
-    return f"{before:.1f} to {after:.1f} GB, x {in_words(plan['time_range'])}"
+    factor = plan["time_factor"]
+    time = "" if factor is None else f", x {factor:.2f}"
+    return f"{before:.1f} to {after:.1f} GB{time}"
 
 
 def header() -> list[str]:

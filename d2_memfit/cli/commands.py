@@ -15,7 +15,6 @@ from typing import Any, Optional
 
 from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
-from ..common.units import GB
 from ..config.cards import find_card, settings_of_card
 from ..config.files import find_config_file
 from ..doctor import answer_of_findings, examine
@@ -27,21 +26,17 @@ from ..explain.sources import read_runs
 from ..explain.text import answer_of_run, describe_run, describe_runs
 from ..explain.verdict import Predictions, explain_run, plan_for
 from ..job import Job, find_function, load_lazy_config
-from ..measure import measure_gpu
 from ..memory import use_expandable_segments
-from ..planner.estimates import DryJob, objects_that_fit, run_dry
-from ..planner.search import Plan, plan_memory
-from ..planner.writing import (
+from ..planner.estimate import DryJob, dry_job_of
+from ..planner.plan import Plan, plan_memory
+from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
+from ..planner.text import (
     answer_of_estimate,
     answer_of_plan,
     describe_estimate,
     describe_plan,
     first_of,
-    keys_as_yaml,
-    lazy_file,
-    planned_yaml,
 )
-from ..predict.estimate import estimate_inference
 from ..report import write_page
 from . import train
 from .answers import print_text, put_together
@@ -61,7 +56,6 @@ from .next_step import (
 )
 from .options import opts_of_budget
 from .screen import end_progress, say, show, show_progress
-from .trained_model import predict_files
 
 __all__ = ["main"]
 
@@ -70,6 +64,7 @@ _UNWELL = 3
 
 
 def _explain(args: argparse.Namespace) -> None:
+
     help = Help(
         [find_function(name) for name in args.project],
         find_function(args.trainer, "--trainer") if args.trainer else None,
@@ -129,6 +124,7 @@ def _write_page(
     steps: dict[str, DryJob],
     limit_gb: Optional[float],
 ) -> None:
+
     events = {name: dry_job.device.events(dry_job.training) for name, dry_job in steps.items()}
     write_page(args.html, title, texts, events, limit_gb)
 
@@ -151,6 +147,7 @@ def _lazy_job(args: argparse.Namespace, ranks: int) -> Job:
 
 
 def _examine(args: argparse.Namespace) -> None:
+
     job, trainer = _job_and_trainer(args)
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     findings = []
@@ -186,22 +183,21 @@ def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
 def _estimate(args: argparse.Namespace) -> None:
     _, job, device = _asked(args)
     if args.inference_only:
+        from ..predict.estimate import estimate_inference
+
         inference = estimate_inference(job, device)
         text, _ = _with_notes(args, str(inference), "")
         if args.json:
             text = json.dumps(asdict(inference), indent=2)
         show(text)
         return
-    dry_job = run_dry(job, device, args.probe, not args.training_only, args.run)
-    estimate = dry_job.estimate(dry_job.limit_bytes, with_range=True)
-    limit = dry_job.limit_bytes
-    answer = answer_of_estimate(estimate)
-    if job.budget_gb is not None and limit is not None:
-        if not args.probe:
-            objects = objects_that_fit(dry_job, limit, lambda dry_job: dry_job.fits(limit))
-            estimate = replace(estimate, objects_that_fit=objects)
-        verdict = job.budget_gb, limit / GB, dry_job.fits(limit)
-        answer = answer_of_estimate(estimate, *verdict)
+    evaluates, budget_gb = not args.training_only, job.budget_gb
+    dry_job = dry_job_of(job, device, evaluates, args.probe, args.run, show_progress)
+    fits = budget_gb is not None and dry_job.fits(budget_gb)
+    estimate = dry_job.estimate()
+    if budget_gb is not None and not args.probe:
+        estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
+    answer = answer_of_estimate(estimate, budget_gb, fits)
     text, details = _with_notes(args, answer, describe_estimate(estimate))
     next_step = after_a_look(args)
     if args.html is not None:
@@ -234,7 +230,7 @@ def _plan(args: argparse.Namespace) -> None:
     # Files first: who reads what is printed may end early.
     if args.html is not None:
         before, after = (
-            run_dry(j, device, evaluates=False, run=args.run)
+            dry_job_of(j, device, evaluates=False, run=args.run)
             for j in (job, job.with_settings(plan.settings))
         )
         keys = keys_as_yaml(job, plan)
@@ -260,6 +256,8 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
 
 
 def _measure(args: argparse.Namespace) -> None:
+    from ..measure import measure_gpu
+
     for text in measure_gpu(args.device, args.seconds, args.output, args.items, args.small):
         show(text)
 
@@ -287,14 +285,25 @@ def _print(
         show(put_together(args, answer, details, next_step))
 
 
+def _predict(args: argparse.Namespace) -> None:
+    from .trained_model import predict_files
+
+    predict_files(args, _opts_of_budget(args))
+
+
+def _train(args: argparse.Namespace) -> None:
+
+    train.run(args)
+
+
 _RUN: dict[str, Callable[[argparse.Namespace], None]] = {
     "doctor": _examine,
     "explain": _explain,
     "estimate": _estimate,
     "measure-gpu": _measure,
     "plan": _plan,
-    "predict": lambda args: predict_files(args, _opts_of_budget(args)),
-    "train": train.run,
+    "predict": _predict,
+    "train": _train,
 }
 
 
@@ -306,7 +315,13 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     Args:
         argv: its arguments; None for those of the process.
     """
-    args = command_parser(train.argument_parser()).parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    training = None
+    if [*argv[:1]] == ["train"]:
+        from .train import argument_parser
+
+        training = argument_parser()
+    args = command_parser(training).parse_args(argv)
     if args.command != "train" and world_size(1) > 1:
         raise ConfigError(f"{args.command} runs in one process: start it without torchrun")
     if args.command in ("estimate", "explain", "plan"):

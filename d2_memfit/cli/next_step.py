@@ -12,7 +12,7 @@ from ..config.cards import PRESETS, find_card
 
 if TYPE_CHECKING:
     from ..explain.verdict import ExplainedRun
-    from ..planner.search import Plan
+    from ..planner.plan import Plan
 
 __all__ = [
     "after_a_look",

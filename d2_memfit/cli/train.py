@@ -56,7 +56,7 @@ from ..engine.ending import causes_named, signals_end_at_once
 from ..engine.launch import launch, usable_device, world_size
 from ..errors import ConfigError, MemfitError, exit_on_error
 from ..memory import use_expandable_segments
-from ..planner import fit_config
+from ..planner.fit_config import fit_config
 from ..predict.predictor import WholeModelCheckpointer
 from . import train_lazy
 from .command_line import add_card_and_coco_options

@@ -38,7 +38,7 @@ from ..engine.launch import usable_device, world_size
 from ..errors import ConfigError, exit_on_error
 from ..job import Job, load_lazy_config
 from ..memory import enforce_budget, use_expandable_segments
-from ..planner import fit_config
+from ..planner.fit_config import fit_config
 from ..predict.predictor import WholeModelCheckpointer
 from .next_step import after_training
 from .options import opts_of_budget, opts_of_fit, with_opts

@@ -56,7 +56,6 @@ _TIERS = Check(
     f"a list of {', '.join(TIERS)}", lambda value: fits(value, list[str]) and {*value} <= {*TIERS}
 )
 _MARGIN = Check("a number from 0 to 0.99", lambda value: fits(value, float) and 0 <= value < 1)
-_RISK = Check("a number from 0.001 to 0.5", lambda value: fits(value, float) and 0 < value <= 0.5)
 _GB = Check("a number from 0", lambda value: fits(value, float) and value >= 0)
 
 # fmt: off
@@ -103,13 +102,11 @@ KEYS = (
         "fits BUDGET_GB."),
     Key("MEMFIT.PLAN.MARGIN", None, _or_none(_MARGIN),
         "Headroom of a plan, as a share of the budget."),
-    Key("MEMFIT.PLAN.RISK", 0.05, _RISK,
-        "The chance that a run needs more than its budget, which decides the headroom of a plan."),
     Key("MEMFIT.PLAN.ALLOW", ["exact", "precision"], _TIERS,
         "Tiers of techniques that a plan may use."),
     Key("MEMFIT.PLAN.PREFER", "exact", choice("exact", "speed"),
-        "What a plan prefers if an exact plan fits. exact keeps the gradients. speed chooses the "
-        "plan that is predicted to be the fastest, even if the job would fit without changes."),
+        "What a plan prefers if an exact plan fits. exact keeps the gradients. speed takes mixed "
+        "precision first on cards that are faster with it, even if the job fits without changes."),
     Key("MEMFIT.PLAN.PREDICTED_GB", [], Check("a list of numbers", lambda v: fits(v, list[float])),
         "GB that a plan predicts: allocated, reserved, and outside PyTorch's allocator."),
     Key("MEMFIT.PLAN.OFFLOADED_GB", 0.0, _GB,

@@ -28,8 +28,9 @@ from ..job import (
 from ..memory import TensorMeter, available_host_bytes
 from ..planner.device import DeviceModel
 from ..planner.dry_run import one_line_errors
-from ..planner.estimates import DryJob, steps
+from ..planner.estimate import DryJob
 from ..planner.stand_ins import compiled_operators, cuda_as_cpu
+from ..planner.steps import build_with_values
 from .patient import Untested
 
 __all__ = ["RealStep", "estimate_against_real_step", "worst_real_images"]
@@ -111,7 +112,7 @@ def _measure(job: Job, batch: list[object]) -> int:
         TensorMeter() as meter,
     ):
         torch.default_generator.manual_seed(0)
-        model, optimizer = steps.build_with_values(job, "cpu")
+        model, optimizer = build_with_values(job, "cpu")
         if is_file(job.cfg.MODEL.WEIGHTS):  # nothing is downloaded
             DetectionCheckpointer(model).load(job.cfg.MODEL.WEIGHTS)
         for group in optimizer.param_groups:

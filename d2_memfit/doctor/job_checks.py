@@ -18,8 +18,8 @@ from ..engine.collectives import Collective, noticed_collectives
 from ..engine.evaluating import recovering_inference
 from ..errors import MemfitError
 from ..job import Job
+from ..planner import steps
 from ..planner.dry_run import one_line_errors
-from ..planner.estimates import steps
 from ..techniques import TECHNIQUES, get_technique
 from .estimate_check import estimate_against_real_step
 from .injection import Injector, relative_difference

@@ -4,8 +4,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Optional
 
-from ..planner.search import Plan
-from ..planner.writing import describe_settings, first_of
+from ..planner.plan import Plan
+from ..planner.text import describe_settings, first_of
 from .records import ERROR_ALONE, LoggedRun
 from .verdict import ExplainedRun, Oom, Prediction, is_shared
 

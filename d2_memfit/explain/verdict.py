@@ -13,8 +13,8 @@ from ..common.side_work import no_information
 from ..config.cards import PRESETS, find_card, settings_of_card
 from ..errors import ConfigError, MemfitError, one_line
 from ..planner.device import DeviceModel
-from ..planner.estimates import DryJob, MemoryEstimate
-from ..planner.search import Plan, plan_memory
+from ..planner.estimate import DryJob, MemoryEstimate
+from ..planner.plan import Plan, plan_memory
 from .rebuild import Help, Rebuilt, card_of, rebuild, release_of
 from .records import CONTEXT_MIB, LoggedRun, OomText
 from .sources import read_runs

@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Estimates of the memory and time of a trained model, without the device."""
+"""Estimates of the memory of a trained model, without the device."""
 
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -9,7 +9,7 @@ from ..job import Job, size_of
 from ..memory import segments_expand
 from ..planner.device import DeviceModel
 from ..planner.dry_run import Workspace, one_line_errors
-from ..planner.estimates import evaluate
+from ..planner.steps import Session
 
 __all__ = ["InferenceEstimate", "estimate_inference"]
 
@@ -18,30 +18,28 @@ _OF_TRAINING = ("gradients", "optimizer", "DDP buckets")  # owners
 
 @dataclass(frozen=True)
 class InferenceEstimate:
-    """Memory and time for one image of the largest size, with the most objects possible.
+    """Memory for one image of the largest size, with the most objects possible.
 
     Attributes:
         device: description of the device.
         image_size: height and width in pixels of the model's input.
         peak_allocated_gb: ``torch.cuda.max_memory_allocated``, in GB of 2^30 bytes.
         device_total_gb: device memory of the process, context included.
-        seconds: time of the model; None for a CPU, whose times are not predicted.
     """
 
     device: str
     image_size: tuple[int, int]
     peak_allocated_gb: float
     device_total_gb: float
-    seconds: Optional[float]
 
     def __str__(self) -> str:
         height, width = self.image_size
-        time = "" if self.seconds is None else f"about {self.seconds:.3f} s an image\n"
-        return (
+        lines = [
             f"Needs {self.device_total_gb:.2f} GB of the device, including its context, for one "
-            f"image of {height} x {width} pixels after resizing\n"
-            f"{self.peak_allocated_gb:.2f} GB peak allocated\n{time}On {self.device}"
-        )
+            f"image of {height} x {width} pixels after resizing",
+            f"{self.peak_allocated_gb:.2f} GB peak allocated",
+        ]
+        return "\n".join([*lines, f"On {self.device}"])
 
 
 def estimate_inference(job: Job, device_name: Optional[str] = None) -> InferenceEstimate:
@@ -56,7 +54,7 @@ def estimate_inference(job: Job, device_name: Optional[str] = None) -> Inference
     device = DeviceModel.choose(device_name, job.cfg.MODEL.DEVICE)
     with one_line_errors():
         batch = job.evaluation_batch()
-        timeline = evaluate(job, batch, device.is_gpu, device.foreach)
+        timeline = Session(job, device.is_gpu, device.foreach).evaluate(batch)
     kept = [
         event
         for event in timeline.events
@@ -65,6 +63,9 @@ def estimate_inference(job: Job, device_name: Optional[str] = None) -> Inference
     use = device.use(
         replace(timeline, events=kept), None, segments_expand(job.budget_gb is not None)
     )
-    seconds = device.seconds(timeline.work["evaluation"]) if device.is_gpu else None
-    allocated_gb, total_gb = use.allocated_bytes / GB, use.total_bytes / GB
-    return InferenceEstimate(device.description, size_of(batch), allocated_gb, total_gb, seconds)
+    return InferenceEstimate(
+        device=device.description,
+        image_size=size_of(batch),
+        peak_allocated_gb=use.allocated_bytes / GB,
+        device_total_gb=use.total_bytes / GB,
+    )

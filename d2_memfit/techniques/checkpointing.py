@@ -31,7 +31,7 @@ from .blocks import find_blocks
 from .modules import find_modules, wrap_method
 from .registry import TECHNIQUES, ModulesTechnique
 
-__all__ = ["ActivationCheckpointing", "Recomputed", "checkpointed"]
+__all__ = ["ActivationCheckpointing", "Recomputed", "blocks_of", "checkpointed"]
 
 _READY_MADE = ("backbone", "all")
 
@@ -75,9 +75,7 @@ def _patterns(model: nn.Module, choices: Sequence[str]) -> list[str]:
     patterns = []
     for choice in choices:
         if choice in _READY_MADE:
-            blocks = find_blocks(model)
-            if choice == "backbone":
-                blocks = [name for name in blocks if _is_in_backbone(model, name)]
+            blocks = blocks_of(model, choice)
             if not blocks and choice not in dict(model.named_modules()):
                 raise ConfigError(
                     f"MEMFIT.CHECKPOINT.MODULES: {choice!r} finds no blocks in this model. Name "
@@ -87,6 +85,12 @@ def _patterns(model: nn.Module, choices: Sequence[str]) -> list[str]:
         else:
             patterns.append(choice)
     return patterns
+
+
+def blocks_of(model: nn.Module, choice: str) -> list[str]:
+    """Names of the blocks of a ready-made choice."""
+    blocks = find_blocks(model)
+    return [b for b in blocks if choice != "backbone" or _is_in_backbone(model, b)]
 
 
 def _is_in_backbone(model: nn.Module, name: str) -> bool:

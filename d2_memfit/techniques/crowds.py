@@ -154,8 +154,7 @@ class DenoisingQueries(PositiveIntTechnique):
     """Leaves denoising queries out of forwards with crowded images, in DINO-like models.
 
     Saves the decoder's memory for two queries of each object, and the attention among them: they
-    follow the most crowded image. Changes: no image of such a forward has denoising queries. All
-    objects are matched, as before.
+    follow the most crowded image. All objects are matched, as before.
 
     Source: Zhang et al., "DINO", arXiv:2203.03605, whose queries are for all objects.
 
@@ -163,6 +162,7 @@ class DenoisingQueries(PositiveIntTechnique):
     """
 
     tier = "recipe"
+    changes = "a forward with an image of more objects has no denoising queries"
     part = "model"
     key = "MEMFIT.CRITERION.DENOISING_QUERIES"
 

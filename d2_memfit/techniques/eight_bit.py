@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..common.side_work import no_information
 from ..errors import ConfigError
+from .modules import has_known_step
 from .registry import TECHNIQUES, BooleanTechnique
-from .zero import has_known_step
 
 __all__ = ["EightBitOptimizerStates"]
 
@@ -23,8 +23,7 @@ class EightBitOptimizerStates(BooleanTechnique):
     """Keeps momentum and, for Adam, variance in 8 bits, in blocks with a scale each.
 
     Saves three quarters of the optimizer's states. Costs little time. Needs bitsandbytes. Optimizer
-    states of checkpoints made without it cannot be resumed with it, nor the reverse. Changes: the
-    rounding of the optimizer's states, to 8 bits.
+    states of checkpoints made without it cannot be resumed with it, nor the reverse.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861.
 
@@ -32,9 +31,9 @@ class EightBitOptimizerStates(BooleanTechnique):
     """
 
     tier = "precision"
+    changes = "the rounding of the optimizer's states, to 8 bits"
     part = "optimizer"
     in_evaluation = True
-    never_faster = True
     key = "MEMFIT.OPTIMIZER.STATES_8BIT"
 
     @classmethod

@@ -29,8 +29,7 @@ class FrozenModules(ModulesTechnique):
     """Freezes modules at their pretrained weights, as Detectron2 does with stages of a ResNet.
 
     Saves their gradients and optimizer states, and their activations if nothing before them is
-    trained. Changes: they do not learn, and batch norms keep their statistics; they need pretrained
-    weights, which are near the new task.
+    trained.
 
     Source: Detectron2's MODEL.BACKBONE.FREEZE_AT, which knows ResNets only.
 
@@ -39,6 +38,10 @@ class FrozenModules(ModulesTechnique):
     """
 
     tier = "recipe"
+    changes = (
+        "they do not learn, and batch norms keep their statistics; they need pretrained weights, "
+        "which are near the new task"
+    )
     part = "model"
     order = -2  # before modules get adapters and other classes
     key = "MEMFIT.FINE_TUNE.FROZEN"
@@ -65,9 +68,8 @@ class LowRankAdapters(PositiveIntTechnique):
     """Trains two small matrices for each linear layer of the backbone, whose weights are frozen.
 
     Saves gradients and optimizer states of the backbone: 12 bytes per parameter with AdamW. Costs a
-    few percent of time, and keeps activations. Changes: the backbone learns updates of a low rank;
-    it needs pretrained weights, and a higher learning rate. Needs peft. Checkpoints have the merged
-    weights, for plain Detectron2, and the others, for a resumed run.
+    few percent of time, and keeps activations. Needs peft. Checkpoints have the merged weights, for
+    plain Detectron2, and the others, for a resumed run.
 
     Source: Hu et al., "LoRA", arXiv:2106.09685; peft's LoraConfig.
 
@@ -76,6 +78,10 @@ class LowRankAdapters(PositiveIntTechnique):
     """
 
     tier = "recipe"
+    changes = (
+        "the backbone learns updates of a low rank; it needs pretrained weights, and a higher "
+        "learning rate"
+    )
     part = "model"
     order = -1
     in_evaluation = True

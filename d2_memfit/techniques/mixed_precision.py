@@ -16,14 +16,17 @@ class MixedPrecision(Technique):
 
     Saves up to half of the activations. Weights, gradients, losses, ROI operators and labels stay
     in 32 bits. Published for Detectron2: 5% of all memory for Mask R-CNN, 17% for RetinaNet. Faster
-    on GPUs with tensor cores. Changes: the rounding of activations, to 16 bits; with float16,
-    iterations whose gradients overflow are skipped.
+    on GPUs with tensor cores.
 
     Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; Detectron2's
     SOLVER.AMP.
     """
 
     tier = "precision"
+    changes = (
+        "the rounding of activations, to 16 bits; with float16, iterations whose gradients "
+        "overflow are skipped"
+    )
     uses_float16 = True
 
     @classmethod

@@ -30,11 +30,12 @@ class _Recipe(Technique):
 class PolygonMasks(_Recipe):
     """Keeps annotated masks as polygons, drawn at the size of the mask head's output.
 
-    Saves one bit mask of the image's size per instance: 800 MB were reported. Changes: pixels at
-    the borders of masks; holes and run-length codes are not possible.
+    Saves one bit mask of the image's size per instance: 800 MB were reported.
 
     Source: github.com/facebookresearch/detectron2/issues/1912
     """
+
+    changes = "pixels at the borders of masks; holes and run-length codes are not possible"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -53,10 +54,12 @@ class SmallerRoiBatch(_Recipe):
     """Halves the proposals per image that the ROI heads train on.
 
     Saves half of the activations of the box head, and of mask and keypoint heads, which run on the
-    foreground quarter. Changes: the sampling; small objects are seen less often.
+    foreground quarter.
 
     Source: Girshick, "Fast R-CNN", arXiv:1504.08083, which takes 64 of an image, Detectron2 512.
     """
+
+    changes = "the sampling; small objects are seen less often"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -67,10 +70,12 @@ class SmallerRoiBatch(_Recipe):
 class FewerDetections(_Recipe):
     """Halves the detections per image that are kept in evaluation.
 
-    Saves the masks of the others, in the image's size. Changes: the recall on crowded images.
+    Saves the masks of the others, in the image's size.
 
     Source: github.com/facebookresearch/detectron2/issues/3949
     """
+
+    changes = "the recall on crowded images"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -81,10 +86,12 @@ class FewerDetections(_Recipe):
 class OneImageSize(_Recipe):
     """Trains all images at the smallest of the config's sizes, without multi-scale.
 
-    Saves the memory of larger sizes: the largest determines the peak. Changes: less augmentation.
+    Saves the memory of larger sizes: the largest determines the peak.
 
     Source: Detectron2's INPUT.MIN_SIZE_TRAIN.
     """
+
+    changes = "less augmentation"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -96,10 +103,12 @@ class OneImageSize(_Recipe):
 class SmallerImages(_Recipe):
     """Trains and evaluates images at three quarters of their size.
 
-    Saves 44% of all activations that belong to pixels. Changes: small objects are harder to find.
+    Saves 44% of all activations that belong to pixels.
 
     Source: Detectron2's INPUT.MIN_SIZE_TRAIN and INPUT.MAX_SIZE_TRAIN.
     """
+
+    changes = "small objects are harder to find"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -113,11 +122,12 @@ class SmallerImages(_Recipe):
 class MoreFrozenStages(_Recipe):
     """Freezes one more stage of the backbone at its pretrained weights.
 
-    Saves its activations, gradients and optimizer states. Changes: that stage does not learn; it
-    needs pretrained weights.
+    Saves its activations, gradients and optimizer states.
 
     Source: Detectron2's MODEL.BACKBONE.FREEZE_AT.
     """
+
+    changes = "that stage does not learn; it needs pretrained weights"
 
     @classmethod
     def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ..common.checks import (
 from ..errors import ConfigError
 
 __all__ = [
+    "ORDER",
     "PARTS",
     "TECHNIQUES",
     "TIERS",
@@ -32,12 +33,22 @@ __all__ = [
     "apply_techniques",
     "get_technique",
     "ready_to_evaluate",
+    "techniques_in_plans",
     "techniques_on",
 ]
 
 logger = logging.getLogger(__name__)
 
 TIERS = ("exact", "precision", "recipe")
+# The order in which plans try techniques of each tier, the least costly or harmful first. Those of
+# users come last.
+ORDER = (
+    *("PackedMasks", "ChunkedMatching", "EvaluationOnHost"),
+    *("ShardedOptimizerStates", "ChunkedHeads", "ActivationCheckpointing", "ActivationOffload"),
+    *("MixedPrecision", "EightBitOptimizerStates"),
+    *("PolygonMasks", "DenoisingQueries", "FewerDetections", "SmallerRoiBatch", "OneImageSize"),
+    *("MoreFrozenStages", "LowRankAdapters", "SmallerImages", "FrozenModules"),
+)
 PARTS = ("config", "model", "optimizer", "loader", "evaluation")
 
 
@@ -63,7 +74,7 @@ class Technique:
         min_ranks: the number of ranks from which on it saves memory.
         uses_float16: whether a GPU computes in float16 with it.
         in_evaluation: whether an evaluation needs other memory with it.
-        never_faster: of the tier "precision": whether no GPU is faster with it.
+        changes: what it changes in training, after "changes"; for the tiers precision and recipe.
     """
 
     tier: str
@@ -74,7 +85,7 @@ class Technique:
     min_ranks: int = 1
     uses_float16: bool = False
     in_evaluation: bool = False
-    never_faster: bool = False
+    changes: str = ""
 
     @classmethod
     def add_config(cls, cfg: CfgNode) -> None:
@@ -181,6 +192,12 @@ def get_technique(name: str) -> type[Technique]:
             f"{', '.join(sorted(known))}"
         )
     return known[name]
+
+
+def techniques_in_plans(tier: str) -> tuple[str, ...]:
+    """Names of a tier's techniques that plans may use, in their order."""
+    names = [name for name, t in TECHNIQUES if t.tier == tier and t.in_plans]
+    return tuple(sorted(names, key=lambda n: ORDER.index(n) if n in ORDER else len(ORDER)))
 
 
 def techniques_on(part_name: str, cfg: CfgNode) -> dict[str, type[Technique]]:

@@ -12,7 +12,7 @@ from rfdetr.config import TrainConfig
 from window_module import job_of
 
 from d2_memfit import plan_memory
-from d2_memfit.planner.writing import describe_plan
+from d2_memfit.planner.text import describe_plan
 
 
 def main() -> None:

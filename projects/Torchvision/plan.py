@@ -15,7 +15,7 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from train_detection import detection_losses
 
 from d2_memfit import Job, plan_memory
-from d2_memfit.planner.writing import describe_plan
+from d2_memfit.planner.text import describe_plan
 
 
 def build_model() -> nn.Module:

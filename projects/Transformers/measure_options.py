@@ -51,16 +51,15 @@ ROWS: dict[str, tuple[str, list[Any]]] = {
 
 
 def main() -> None:
-    print("| row | peak allocated, GB | of the device, GB | ms per iteration | RAM of a rank, GB |")
-    print("| --- | --- | --- | --- | --- |")
+    print("| row | peak allocated, GB | of the device, GB | RAM of a rank, GB |")
+    print("| --- | --- | --- | --- |")
     for name in sys.argv[1:] or ROWS:
         config, opts = ROWS[name]
         keys = ["SOLVER.IMS_PER_BATCH", 1, "SOLVER.ACCUMULATION_STEPS", 1, *opts]
         cfg = load_cfg(str(CONFIGS / f"{config}.yaml"), keys, [add_transformers_config])
         estimate = estimate_memory(cfg, device="cuda", trainer=Trainer, evaluates=False)
         numbers = f"{estimate.peak_allocated_gb:.2f} | {estimate.device_total_gb:.2f}"
-        time = f"{1000 * estimate.seconds_per_iteration:.0f} | {estimate.host_gb:.1f}"
-        print(f"| {name} | {numbers} | {time} |", flush=True)
+        print(f"| {name} | {numbers} | {estimate.host_gb:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from detectron2.utils.env import seed_all_rng
 from tiny import images, parameters, relative_difference, run_process, tiny_cfg, tiny_model
 
 from d2_memfit import MemfitMixin, MemfitTrainer
-from d2_memfit.techniques import TECHNIQUES, ShardedOptimizer
+from d2_memfit.techniques import TECHNIQUES
+from d2_memfit.techniques.sharded_optimizer import ShardedOptimizer
 
 pytestmark = pytest.mark.slow
 

@@ -50,7 +50,7 @@ from d2_memfit.memory import (
     is_out_of_memory,
     release_memory,
 )
-from d2_memfit.planner.estimates import steps as dry_steps
+from d2_memfit.planner import probe
 from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
 from d2_memfit.techniques import TECHNIQUES, apply_techniques, offload
 
@@ -535,8 +535,8 @@ def a_probe_whose_model_stays(card, monkeypatch):
         return kept[-1]
 
     kept = []
-    original = dry_steps.build_with_values
-    monkeypatch.setattr(dry_steps, "build_with_values", build)
+    original = probe.build_with_values
+    monkeypatch.setattr(probe, "build_with_values", build)
 
 
 def other_memory_than_tensors(card, monkeypatch):

@@ -23,7 +23,7 @@ from d2_memfit.job import (
     with_objects,
 )
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob
+from d2_memfit.planner.estimate import DryJob
 
 
 @pytest.mark.parametrize("num", [2, 8])

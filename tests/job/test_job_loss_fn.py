@@ -16,7 +16,7 @@ from d2_memfit.doctor import job_checks
 from d2_memfit.doctor.accumulation_check import accumulates
 from d2_memfit.doctor.patient import Patient
 from d2_memfit.engine.build import build_trainer
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.steps import Session
 
 pytestmark = pytest.mark.slow
 
@@ -81,9 +81,9 @@ def job_of(cfg, batch, **kwargs):
 
 def test_its_estimate_has_the_bytes_of_a_computed_step(computing):
     job = job_of(tiny_cfg("proposal_network"), columns(2, size=160))
-    dry = steps.train(job, [job.training_batch(2)])
+    dry = Session(job).train(job.training_batch(2))
     computing()
-    computed = steps.train(job, [job.training_batch(2)])
+    computed = Session(job).train(job.training_batch(2))
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     print(f"{peak:,} bytes estimated, {expected:,} computed")
     assert peak == pytest.approx(expected, rel=0.005)

@@ -13,7 +13,7 @@ from torch import nn
 from d2_memfit import Job, estimate_memory, plan_memory
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, detect_most
-from d2_memfit.planner.writing import describe_estimate, describe_plan
+from d2_memfit.planner.text import describe_estimate, describe_plan
 
 pytestmark = pytest.mark.slow
 

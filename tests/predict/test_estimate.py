@@ -18,6 +18,3 @@ def test_inference_takes_less_than_evaluation_in_training(tmp_path, capsys):
     training = json.loads(capsys.readouterr().out)
     assert 0 < inference["peak_allocated_gb"] < training["evaluation_gb"]
     assert inference["device_total_gb"] <= training["device_total_gb"]
-    assert 0 < inference["seconds"] < training["seconds_per_iteration"]
-    main([*args, "--inference-only"])
-    assert "s an image" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from tiny import parameters, relative_difference
 
 from d2_memfit.engine.build import build_trainer
 from d2_memfit.errors import ConfigError
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.steps import Session
 
 pytest.importorskip("rfdetr")
 lightning = pytest.importorskip("pytorch_lightning")
@@ -69,9 +69,9 @@ def samples(model_config, num):
 def test_the_estimate_has_the_bytes_of_a_computed_step(kind, computing):
     model_config, train_config = configs_of(kind)
     job = job_of(model_config, train_config, 5, "cpu")
-    dry = steps.train(job, [job.training_batch()])
+    dry = Session(job).train(job.training_batch())
     computing()
-    computed = steps.train(job, [job.training_batch()])
+    computed = Session(job).train(job.training_batch())
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     print(f"{kind}: {peak:,} bytes estimated, {expected:,} computed")
     assert peak == pytest.approx(expected, rel=0.005)

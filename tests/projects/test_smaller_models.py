@@ -21,7 +21,7 @@ from torchvision import models
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.steps import Session
 from d2_memfit.predict.predictor import load_whole_model
 
 pytestmark = pytest.mark.slow
@@ -165,7 +165,7 @@ def test_checkpoints_have_the_student_alone(cfg):
 def test_a_dry_run_has_the_memory_of_the_teacher_and_of_a_computed_step(cfg, computing):
     def peak(cfg, trainer=None):
         job = Job.from_any(cfg, trainer, batch=WorstCase((64, 64), 3))
-        return sum(steps.train(job, [job.training_batch(2)]).peak().values())
+        return sum(Session(job).train(job.training_batch(2)).peak().values())
 
     plain, dry = peak(tiny_cfg("faster_rcnn")), peak(cfg, smaller.DistillingTrainer)
     teacher = sum(p.numel() * p.element_size() for p in student_of(cfg).teacher.parameters())

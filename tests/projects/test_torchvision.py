@@ -19,7 +19,7 @@ from train_detection import detection_losses, train_one_epoch
 
 from d2_memfit import Job
 from d2_memfit.engine.build import build_trainer
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.steps import Session
 
 pytestmark = pytest.mark.slow
 
@@ -82,9 +82,9 @@ def job_of(kind, batch, **kwargs):
 @pytest.mark.parametrize("kind", [FasterRCNN, RetinaNet])
 def test_the_estimate_has_the_bytes_of_a_computed_step(kind, computing):
     job = job_of(kind, coins(2))
-    dry = steps.train(job, [job.training_batch(2)])
+    dry = Session(job).train(job.training_batch(2))
     computing()
-    computed = steps.train(job, [job.training_batch(2)])
+    computed = Session(job).train(job.training_batch(2))
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     print(f"{kind.__name__}: {peak:,} bytes estimated, {expected:,} computed")
     assert peak == pytest.approx(expected, rel=0.005)

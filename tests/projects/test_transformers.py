@@ -28,7 +28,9 @@ from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, evaluate, run_for_real
+from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.probe import run_for_real
+from d2_memfit.planner.steps import Session
 from d2_memfit.techniques import apply_techniques, get_technique
 
 transformers = pytest.importorskip("transformers")
@@ -160,7 +162,7 @@ def test_the_host_keeps_a_byte_for_each_pixel_of_20_megapixels(kind):
     cfg, pixels = tiny_transformers_cfg(kind, True), 3648 * 5472
     cfg.MEMFIT.EVALUATION.ON_HOST = True
     batch = [{**images(1, size=RESOLUTION)[0], "height": 3648, "width": 5472}]
-    timeline = evaluate(Job.from_cfg(cfg, 1, batch=batch), batch)
+    timeline = Session(Job.from_cfg(cfg, 1, batch=batch)).evaluate(batch)
     assert sum(timeline.peak().values()) < pixels
     assert NUM_QUERIES * pixels < timeline.host_bytes < (NUM_QUERIES + 7) * pixels
 

@@ -12,7 +12,7 @@ from tiny_transformers import RESOLUTION, draw_the_same_for_each_row, tiny_trans
 from d2_memfit import Job
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.errors import ConfigError
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.steps import Session
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -75,9 +75,9 @@ def test_the_estimate_has_the_bytes_of_a_computed_step(kind, computing):
         batch=window_trainer.columns_of(lists_of(items)),
         loss_fn=window_trainer.losses_of_columns,
     )
-    dry = steps.train(job, [job.training_batch(2)])
+    dry = Session(job).train(job.training_batch(2))
     computing()
-    computed = steps.train(job, [job.training_batch(2)])
+    computed = Session(job).train(job.training_batch(2))
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     print(f"{kind}: {peak:,} bytes estimated, {expected:,} computed")
     assert peak == pytest.approx(expected, rel=0.005)

@@ -23,8 +23,8 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates.dry_job import DryJob
-from d2_memfit.planner.writing import answer_of_estimate, describe_estimate
+from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.text import answer_of_estimate, describe_estimate
 from d2_memfit.techniques import get_technique, ready_to_evaluate
 from d2_memfit.techniques.evaluation_on_host import _PastedMasks
 

@@ -18,7 +18,7 @@ from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner.steps import Session
 from d2_memfit.techniques import apply_techniques
 
 pytestmark = pytest.mark.slow
@@ -200,9 +200,9 @@ def test_two_ranks_train_the_adapters_of_one_process(two_ranks):
 def test_a_dry_run_has_the_memory_of_one_that_is_computed(computing):
     cfg = cfg_of("vit", rank=2)
     job = Job.from_cfg(cfg, 1, batch=batch())
-    dry = steps.train(job, [job.training_batch(2)])
+    dry = Session(job).train(job.training_batch(2))
     computing()
-    computed = steps.train(job, [job.training_batch(2)])
+    computed = Session(job).train(job.training_batch(2))
     assert sum(dry.peak().values()) == pytest.approx(sum(computed.peak().values()), rel=0.001)
 
 

@@ -19,9 +19,12 @@ from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 from d2_memfit import AccumulatingTrainer, Job, compat
 from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import ConfigError
+from d2_memfit.planner import steps
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, steps
-from d2_memfit.techniques import ShardedOptimizer, apply_techniques
+from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.steps import Session
+from d2_memfit.techniques import apply_techniques
+from d2_memfit.techniques.sharded_optimizer import ShardedOptimizer
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +100,7 @@ def test_ranks_that_share_states_make_the_same_steps_with_half_of_them(two_ranks
 def test_an_estimate_has_the_largest_share_and_no_gradients_of_the_last_iteration(two_ranks):
     largest = max(num_bytes for _, num_bytes, _ in two_ranks.run(train_on_rank, ZERO, False))
     job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
-    peak = steps.train(job, [job.training_batch(2)]).peak()
+    peak = Session(job).train(job.training_batch(2)).peak()
     assert (peak["optimizer"], peak["gradients"]) == (largest, 0)
 
 

@@ -10,8 +10,16 @@ from d2_memfit import Job, estimate_memory, get_cfg, plan_memory
 from d2_memfit.config.settings import check_settings
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.search.trials import _ORDER, Trials
-from d2_memfit.techniques import TECHNIQUES, TIERS, Technique, apply_techniques, get_technique
+from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.plan import Ladder
+from d2_memfit.techniques import (
+    ORDER,
+    TECHNIQUES,
+    TIERS,
+    Technique,
+    apply_techniques,
+    get_technique,
+)
 from d2_memfit.techniques.registry import PARTS
 
 pytestmark = pytest.mark.slow
@@ -24,7 +32,8 @@ def test_each_says_what_it_saves_and_costs_and_where_it_is_from(name):
     technique = ALL[name]
     assert technique.tier in TIERS
     assert technique.part in PARTS
-    says = ["Saves", "Source:", "Changes:" if technique.tier == "recipe" else "Costs"]
+    says = ["Saves", "Source:", *([] if technique.tier == "recipe" else ["Costs"])]
+    assert bool(technique.changes) == (technique.tier != "exact")
     if name != "MixedPrecision":  # which is faster
         missing = [word for word in says if word not in (technique.__doc__ or "")]
         assert not missing, f"the docstring of {name} does not say {missing}"
@@ -32,13 +41,13 @@ def test_each_says_what_it_saves_and_costs_and_where_it_is_from(name):
 
 def test_each_has_a_row_and_a_place_in_the_order_of_plans():
     page = (ROOT / "docs" / "TECHNIQUES.md").read_text()
-    ordered = {name for names in _ORDER.values() for name in names}
+    ordered = {*ORDER}
     for name, technique in ALL.items():
         assert f"`{name}`" in page, f"docs/TECHNIQUES.md has no row for {name}"
         assert name in ordered or not technique.in_plans, (
-            f"{name} has no place in _ORDER of planner/search/trials.py, and not in_plans = False"
+            f"{name} has no place in ORDER of techniques/registry.py, and not in_plans = False"
         )
-    assert ordered <= ALL.keys(), "_ORDER of planner/search/trials.py has names of no technique"
+    assert ordered <= ALL.keys(), "ORDER of techniques/registry.py has names of no technique"
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -129,9 +138,8 @@ def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, lo
 
 def test_a_technique_without_settings_is_not_planned(skeleton):
     """A plan tries what is usable, and what ``names`` has: see the test above."""
-    trials = Trials(Job.from_cfg(tiny_cfg("faster_rcnn"), 1), DeviceModel.load("cuda"))
-    assert "MyTechnique" in trials.names("exact")
-    assert trials.is_usable("MyTechnique")
+    start = DryJob(Job.from_cfg(tiny_cfg("faster_rcnn"), 1), DeviceModel.load("cuda"))
+    ladder = Ladder(start, 6, ["exact"])
+    assert ladder._usable("exact")[-1] == "MyTechnique"
     del skeleton.enabling_settings
-    trials = Trials(Job.from_cfg(tiny_cfg("faster_rcnn"), 1), DeviceModel.load("cuda"))
-    assert not trials.is_usable("MyTechnique")
+    assert "MyTechnique" not in ladder._usable("exact")

@@ -10,7 +10,7 @@ from d2_memfit.common.zoo import detectron2_zoo
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.settings import check_settings
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob
+from d2_memfit.planner.estimate import DryJob
 
 pytestmark = pytest.mark.slow
 
@@ -56,8 +56,8 @@ def check_memory(presets, evaluates):
     for preset in presets:
         dry_job = DryJob(make_presets.job_of(preset), DeviceModel.load("cuda"), evaluates=evaluates)
         _, *outside_tensors = dry_job.job.cfg.MEMFIT.PLAN.PREDICTED_GB
-        total_bytes = dry_job.total_bytes(dry_job.limit_bytes)
-        assert total_bytes <= dry_job.limit_bytes, preset
+        total_bytes = dry_job.total_bytes()
+        assert dry_job.fits(dry_job.job.budget_gb), preset
         assert total_bytes / 2**30 == pytest.approx(sum(outside_tensors), rel=0.01), preset
 
 

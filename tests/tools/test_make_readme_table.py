@@ -31,10 +31,10 @@ def test_a_row_shows_the_plan_of_each_card():
         "before": {"images_per_gpu": 4, "accumulation_steps": 2, "device_total_gb": 9.96},
         "estimate": {"device_total_gb": 4.04},
         "steps": [{}],
-        "time_range": [1.2, 1.35],
+        "time_factor": 1.25,
     }
     row = make_readme_table.row("A job", [plan, {**plan, "steps": []}])
-    assert row == ["A job, 4 x 2 images", "10.0 to 4.0 GB, x 1.20 to 1.35", "10.0 GB as it is"]
+    assert row == ["A job, 4 x 2 images", "10.0 to 4.0 GB, x 1.25", "10.0 GB as it is"]
 
 
 @pytest.mark.exhaustive

@@ -11,11 +11,12 @@ from typing import NamedTuple, Optional
 
 from pages import write_section
 
+from d2_memfit.common.units import GB
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.model_zoo import get_config_file
 from d2_memfit.job import Job
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, MemoryEstimate, factor_range, in_words
+from d2_memfit.planner.estimate import DryJob
 
 from .common import CONFIG, markdown_table
 
@@ -107,24 +108,25 @@ WORKERS = (0, 2, 4, 8)
 
 
 def write() -> None:
-    recipe = estimate(Knob("recipe", ""))
+    recipe = dry_job(Knob("recipe", ""))
     write_section(DOCS / "TECHNIQUES.md", "knobs", TOOL, knobs(recipe))
     write_section(DOCS / "OUT_OF_MEMORY.md", "tries", TOOL, tries(recipe))
 
 
-def knobs(recipe: MemoryEstimate) -> str:
+def knobs(recipe: DryJob) -> str:
     """The tables of TECHNIQUES.md."""
     rows = [["**recipe**", *gigabytes(recipe, recipe), "1.00", ""]]
     for group, of_group in KNOBS.items():
         rows.append([f"**{group}**", "", "", "", ""])
         for knob in of_group:
-            e = estimate(knob)
+            e = dry_job(knob)
             rows.append([knob.name, *gigabytes(e, recipe), factor(knob, e, recipe), knob.changes])
     host = [
-        [n, f"{estimate(Knob('', f'DATALOADER.NUM_WORKERS {n}')).host_gb:.1f}"] for n in WORKERS
+        [n, f"{dry_job(Knob('', f'DATALOADER.NUM_WORKERS {n}')).host_bytes / GB:.1f}"]
+        for n in WORKERS
     ]
-    overhead = recipe.device_total_gb - recipe.peak_allocated_gb
-    header = ["", "training, GB", "evaluation, GB", "time x", "changes"]
+    overhead = (recipe.total_bytes() - recipe.use().allocated_bytes) / GB
+    header = ["", "training, GB", "evaluation, GB", "operations x", "changes"]
     return "\n\n".join(
         [
             f"The allocator and the context add {overhead:.1f} GB to the recipe's peak.",
@@ -136,32 +138,34 @@ def knobs(recipe: MemoryEstimate) -> str:
     )
 
 
-def tries(recipe: MemoryEstimate) -> str:
+def tries(recipe: DryJob) -> str:
     """The table of OUT_OF_MEMORY.md."""
     rows = []
     for number, knob in enumerate(TRIES, 1):
-        e = estimate(knob)
-        gb = f"{e.peak_allocated_gb - recipe.peak_allocated_gb:+.2f}"
+        e = dry_job(knob)
+        gb = f"{(e.use().allocated_bytes - recipe.use().allocated_bytes) / GB:+.2f}"
         name = f"{number}. {knob.name}: `{knob.opts}`{knob.remark}"
         rows.append([name, gb, factor(knob, e, recipe), knob.changes])
-    table = markdown_table(["try", "change in GB", "time x", "what else changes"], rows)
-    return f"Training starts from {recipe.peak_allocated_gb:.2f} GB.\n\n{table}"
+    table = markdown_table(["try", "change in GB", "operations x", "what else changes"], rows)
+    return f"Training starts from {recipe.use().allocated_bytes / GB:.2f} GB.\n\n{table}"
 
 
-def estimate(knob: Knob) -> MemoryEstimate:
+def dry_job(knob: Knob) -> DryJob:
     opts = ["SOLVER.IMS_PER_BATCH", 2, *shlex.split(knob.opts)]
     job = Job.from_cfg(load_cfg(get_config_file(CONFIG), opts), num_instances=knob.num_instances)
-    return DryJob(job, DeviceModel.load("cuda")).estimate()
+    return DryJob(job, DeviceModel.load("cuda"))
 
 
-def gigabytes(e: MemoryEstimate, recipe: MemoryEstimate) -> list[str]:
-    difference = e.peak_allocated_gb - recipe.peak_allocated_gb
-    return [f"{e.peak_allocated_gb:.2f} ({difference:+.2f})", f"{e.evaluation_gb:.2f}"]
+def gigabytes(e: DryJob, recipe: DryJob) -> list[str]:
+    (training, evaluation), (before, _) = (
+        [u.allocated_bytes / GB for u in x.uses()] for x in (e, recipe)
+    )
+    return [f"{training:.2f} ({training - before:+.2f})", f"{evaluation:.2f}"]
 
 
-def factor(knob: Knob, e: MemoryEstimate, recipe: MemoryEstimate) -> str:
-    """Range of the time of an image over that of the recipe."""
-    times = [
-        x.seconds_per_iteration / (x.images_per_gpu * x.accumulation_steps) for x in (e, recipe)
-    ]
-    return in_words(factor_range(times[0] / times[1], "SOLVER.AMP.ENABLED" in knob.opts))
+def factor(knob: Knob, e: DryJob, recipe: DryJob) -> str:
+    """Operations of an image over those of the recipe; "" if others decide about its time."""
+    if "AMP" in knob.opts or "OFFLOAD" in knob.opts:
+        return ""
+    e.use(), recipe.use()
+    return f"{e.flops() / recipe.flops():.2f}"

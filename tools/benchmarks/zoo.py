@@ -31,7 +31,7 @@ from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import one_line
 from d2_memfit.job import Job, find_function, load_lazy_config, projects_of
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, MemoryEstimate
+from d2_memfit.planner.estimate import DryJob, MemoryEstimate
 
 from .common import in_own_processes, markdown_table
 from .old_software import OldDevice, as_in_cudnn_7, as_in_pytorch

@@ -17,7 +17,6 @@ from ...errors import ConfigError
 from ...memory import process_memory, take_library_buffers
 from ..dry_run import Allocate, Allocation, Event, Free, Timeline, Workspace
 from .allocators import CachingAllocator, PageAllocator
-from .speeds import Speeds
 
 __all__ = ["DeviceModel", "DeviceUse", "DoesNotFit", "device_names"]
 
@@ -51,7 +50,7 @@ class DeviceUse:
 
 
 @dataclass(frozen=True)
-class DeviceModel(Speeds):
+class DeviceModel:
     """A device and its software, as data. The values are those of a current card, not measured.
 
     Attributes:

@@ -23,9 +23,9 @@ from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import process_memory
 from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_fake, make_fake
-from d2_memfit.planner.estimates import steps
 from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
 from d2_memfit.planner.stand_ins.autocast import _TO_FLOAT32
+from d2_memfit.planner.steps import Session
 
 pytestmark = pytest.mark.slow
 
@@ -157,7 +157,7 @@ def make_cfg(name):
 def train(cfg):
     job = Job.from_cfg(cfg, 2, batch=CASE)
     batches = [job.training_batch(1)] * 2 if cfg.MEMFIT.MICRO_BATCH else [job.training_batch(2)]
-    return steps.train(job, batches)
+    return Session(job).train(*batches)
 
 
 @pytest.mark.parametrize("opts", [[], AMP])
@@ -169,7 +169,7 @@ def test_the_first_dry_run_of_a_process_is_like_later_ones(monkeypatch, opts):
     monkeypatch.setattr(retinanet, "sigmoid_focal_loss_jit", torch.jit.script(loss))
     cfg = load_cfg("COCO-Detection/retinanet_R_50_FPN_1x.yaml", [*SMALL, *opts])
     job = Job.from_cfg(cfg, 1, batch=CASE)
-    first, second, third = (steps.train(job, [job.training_batch(1)]) for _ in range(3))
+    first, second, third = (Session(job).train(job.training_batch(1)) for _ in range(3))
     assert first.work == second.work == third.work
 
 
@@ -203,7 +203,8 @@ def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
 def test_memory_is_on_the_line_through_2_and_3_images(name):
     job = Job.from_cfg(make_cfg(name), 1, batch=WorstCase((640, 800), 7))
     two, three, six = (
-        sum(steps.train(job, [job.training_batch(n)]).peak().values()) for n in (2, 3, 6)
+        sum(Session(job, False, False).train(job.training_batch(n)).peak().values())
+        for n in (2, 3, 6)
     )
     assert six == pytest.approx(three + 3 * (three - two), rel=0.001)
 
@@ -211,8 +212,8 @@ def test_memory_is_on_the_line_through_2_and_3_images(name):
 def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
     job = Job.from_cfg(make_cfg("mask FPN"), 1, batch=CASE)
     batch = job.training_batch(1)
-    whole = steps.train(job, [batch] * 3)
-    last = steps.train(job, [batch], accumulates=True)
+    whole = Session(job).train(batch, batch, batch)
+    last = Session(job).train(batch, accumulates=True)
     assert sum(last.peak().values()) == sum(whole.peak().values())
 
 
@@ -227,9 +228,9 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
     job = Job.from_cfg(make_cfg(name), 1, batch=CASE)
     batch = job.evaluation_batch()
-    dry = steps.evaluate(job, batch)
+    dry = Session(job).evaluate(batch)
     computing()
-    computed = steps.evaluate(job, batch)
+    computed = Session(job).evaluate(batch)
     assert sum(dry.peak().values()) == pytest.approx(sum(computed.peak().values()), rel=0.001)
 
 
@@ -237,7 +238,7 @@ def test_nothing_large_is_computed_or_touched():
     case = WorstCase((800, 1333), 20)
     job = Job.from_cfg(load_cfg(MASK), 1, batch=case)
     before = process_memory().peak_resident_bytes
-    timeline = steps.train(job, [job.training_batch(4)])
+    timeline = Session(job).train(job.training_batch(4))
     assert sum(timeline.peak().values()) > 4 * 2**30
     assert process_memory().peak_resident_bytes < before + 1.5 * 2**30
 

@@ -10,9 +10,10 @@ from torchvision.ops import deform_conv2d
 from d2_memfit import estimate_memory
 from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase, rotated
-from d2_memfit.planner.estimates import steps
+from d2_memfit.planner import steps
 from d2_memfit.planner.stand_ins import compiled_operators, cuda_as_cpu
 from d2_memfit.planner.stand_ins.compiled_operators import deform_conv, upright
+from d2_memfit.planner.steps import Session
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ ROTATED = [
 def timeline(config, opts, num_images=1):
     cfg = load_cfg(config, ["MODEL.DEVICE", "cpu", *opts])
     job = Job.from_cfg(cfg, 1, batch=CASE)
-    return steps.train(job, [job.training_batch(num_images)])
+    return Session(job).train(job.training_batch(num_images))
 
 
 @pytest.mark.parametrize("modulated", [False, True])

@@ -6,8 +6,9 @@ from tiny import tiny_cfg
 
 from d2_memfit import Job
 from d2_memfit.job import WorstCase
+from d2_memfit.planner import steps
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, steps
+from d2_memfit.planner.estimate import DryJob
 
 
 def job_of(ranks=1, **keys):

@@ -18,7 +18,8 @@ from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.dry_run import worst_case
-from d2_memfit.planner.estimates import DryJob, run_for_real
+from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.probe import run_for_real
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,7 @@ def test_a_real_run_has_the_peaks_of_the_dry_one(family):
     torch.manual_seed(0)
     with TensorMeter() as meter:
         peaks = []
-        for _ in run_for_real(dry_job, "cpu"):
+        for _ in run_for_real(dry_job.job, "cpu"):
             peaks.append(meter.peak_bytes)
             meter.peak_bytes = meter.live_bytes
     assert torch.rand(1) == expected
@@ -67,7 +68,7 @@ def test_mixed_precision_steps_too():
     cfg.SOLVER.AMP.ENABLED = True
     dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
     with TensorMeter() as meter:
-        next(run_for_real(dry_job, "cpu"))
+        next(run_for_real(dry_job.job, "cpu"))
     training = sum(dry_job.training.peak().values())
     assert meter.peak_bytes == pytest.approx(training, abs=0.01 * training + ORIGINAL)
 

@@ -9,11 +9,13 @@ from d2_memfit import estimate_memory, plan_memory
 from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.planner import search
+from d2_memfit.planner import plan as plan_module
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimates import DryJob, in_words, steps
-from d2_memfit.planner.search import Trials
-from d2_memfit.planner.writing import describe_plan, planned_config, why_it_does_not_fit
+from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.plan import Ladder
+from d2_memfit.planner.plan_file import planned_config
+from d2_memfit.planner.steps import Session
+from d2_memfit.planner.text import describe_plan, why_it_does_not_fit
 
 pytestmark = pytest.mark.slow
 
@@ -31,29 +33,6 @@ def mask():
     return load_cfg(MASK, ["SOLVER.IMS_PER_BATCH", 8, *resnet])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def shared_dry_runs():
-    """A dry run that one test has made is there for the others: it does not depend on budgets."""
-    known = {}
-
-    def shared(function):
-        def run(job, batch, *args):
-            of_run = job.with_settings({"MEMFIT.BUDGET_GB": None}).cfg
-            images = batch[0] if isinstance(batch[0], list) else batch
-            sizes = [(i["image"].shape, len(i.get("instances", ()))) for i in images]
-            key = f"{function.__name__} {job.ranks} {of_run} {sizes} {args}"
-            if key not in known:
-                known[key] = function(job, batch, *args)
-            return known[key]
-
-        return run
-
-    with pytest.MonkeyPatch.context() as patch:
-        for function in (steps.train, steps.evaluate):
-            patch.setattr(steps, function.__name__, shared(function))
-        yield
-
-
 def plan(cfg, budget_gb, **kwargs):
     """For training alone, which needs more than evaluation in all these jobs."""
     options = {"device": "cuda", "batch": CASE, "evaluates": False, **kwargs}
@@ -67,27 +46,18 @@ def test_ranks_share_optimizer_states_and_batches_and_each_recovers(mask):
     assert alone.settings["MEMFIT.OOM.POLICY"] == eight.settings["MEMFIT.OOM.POLICY"] == "split"
 
 
-def test_techniques_are_taken_as_far_as_they_are_needed(mask):
-    all_of_them = plan(mask, 1, allow=["exact"])
-    assert not all_of_them.fits
-    smaller, techniques = all_of_them.steps
-    assert (smaller.name, techniques.name) == ("smaller micro-batches", "every technique")
-    assert smaller.settings == {"MEMFIT.MICRO_BATCH": 1}
-    keys = ["MEMFIT.HEADS.CHUNK_SIZE", "MEMFIT.CHECKPOINT.MODULES", "MEMFIT.OFFLOAD.MODULES"]
-    assert [key for key in techniques.settings if key in keys] == keys
-    assert techniques.settings["MEMFIT.CHECKPOINT.MODULES"] == ["all"]
-    assert techniques.time_factor > 1.15  # a forward more
-    assert techniques.gb_after < techniques.gb_before == smaller.gb_after
-    job = Job.from_cfg(mask, batch=CASE).with_settings(all_of_them.settings)
-    needed_gb = DryJob(job, DeviceModel.load("cuda"), evaluates=False).least_bytes() / 2**30
-    assert needed_gb < all_of_them.smallest_budget_gb < 1.25 * needed_gb
-    said = re.search(r"The smallest budget is ([\d.]+) GB", why_it_does_not_fit(all_of_them))
-    assert float(said[1]) - 0.01 <= all_of_them.smallest_budget_gb <= float(said[1])
-    enough = plan(mask, float(said[1]), allow=["exact"])
-    assert enough.fits
-    assert len(enough.settings) < len(all_of_them.settings)
-    assert "every technique" not in [step.name for step in enough.steps]
-    assert all(step.gb_after < step.gb_before for step in enough.steps)
+def test_what_does_not_fit_says_the_smallest_budget_which_then_fits(mask):
+    p = plan(mask, 1, allow=["exact"])
+    assert not p.fits
+    assert p.steps[0].settings == {"MEMFIT.MICRO_BATCH": 1}
+    assert p.settings["MEMFIT.CHECKPOINT.MODULES"] == ["all"]
+    assert p.settings["MEMFIT.OFFLOAD.MODULES"] == ["*"]
+    assert p.time_factor is None  # copies to the host decide
+    said = re.search(r"The smallest budget is ([\d.]+) GB", why_it_does_not_fit(p))
+    assert float(said[1]) == p.smallest_budget_gb
+    assert "one image needs" in p.obstacle
+    assert plan(mask, p.smallest_budget_gb, allow=["exact"]).fits
+    assert not plan(mask, p.smallest_budget_gb - 0.02, allow=["exact"]).fits
 
 
 def test_what_fits_is_left_alone(mask):
@@ -96,24 +66,17 @@ def test_what_fits_is_left_alone(mask):
     assert p.steps == ()
     assert p.settings == {"MEMFIT.BUDGET_GB": 24, "MEMFIT.OOM.POLICY": "split"}
     assert p.time_factor == 1
-    assert p.time_range == (1, 1)
 
 
 @pytest.mark.parametrize("budget_gb", [24, 3.5])
-def test_the_exact_plan_is_shown_beside_the_faster_one_that_was_asked_for(mask, budget_gb):
+def test_mixed_precision_comes_first_only_if_speed_is_preferred(mask, budget_gb):
     p, faster = (plan(mask, budget_gb, device="v100", prefer=what) for what in ("exact", "speed"))
-    assert {s.tier for s in p.steps} <= {"exact", "not known"}
-    assert p.other is None
-    assert faster.time_factor < p.time_factor
+    assert {s.tier for s in p.steps} <= {"exact"}
     assert faster.steps[-1].name == "MixedPrecision"
     assert faster.steps[-1].what.startswith("the rounding of activations")
-    assert faster.other.time_range == p.time_range
-    assert faster.other.device_total_gb == p.estimate.device_total_gb
-    text = describe_plan(faster)
-    assert "MixedPrecision changes the rounding of activations" in text
-    assert f"(--allow exact): time x {in_words(p.time_range)}, " in text
+    assert faster.time_factor is None
+    assert "MixedPrecision changes the rounding of activations" in describe_plan(faster)
     only_exact = plan(mask, budget_gb, device="v100", allow=["exact"], prefer="speed")
-    assert only_exact.other is None
     assert only_exact.settings == p.settings
 
 
@@ -130,11 +93,12 @@ def test_on_a_cpu_16_bits_are_for_what_does_not_fit_otherwise(mask):
 
 @pytest.mark.parametrize("is_usable", [True, False])
 def test_a_cpu_without_kernels_for_16_bits_has_no_plan_with_them(mask, monkeypatch, is_usable):
-    monkeypatch.setattr(search.trials, "has_kernels_for_bfloat16", lambda: is_usable)
-    trials = Trials(Job.from_cfg(mask, batch=SMALL), DeviceModel.load("cpu"), evaluates=False)
-    assert trials.is_usable("MixedPrecision") == is_usable
+    monkeypatch.setattr(plan_module, "has_kernels_for_bfloat16", lambda: is_usable)
+    start = DryJob(Job.from_cfg(mask, batch=SMALL), DeviceModel.load("cpu"), evaluates=False)
+    ladder = Ladder(start, 6, ["precision"])
+    assert ladder._is_usable("MixedPrecision") == is_usable
     said = "MixedPrecision: left out, PyTorch has no fast 16 bits on this CPU"
-    assert trials.left_out == ([] if is_usable else [said])
+    assert ladder.left_out == ([] if is_usable else [said])
 
 
 def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
@@ -142,7 +106,7 @@ def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
     assert p.fits
     assert [s.name for s in p.steps] == ["smaller micro-batches"]
     assert p.settings["MEMFIT.MICRO_BATCH"] == 3  # 3, 3 and 2 are the 8
-    assert p.estimate.device_total_gb <= 3.5 * 0.9 < p.before.device_total_gb
+    assert p.estimate.device_total_gb <= 3.5 < p.before.device_total_gb
     planned = planned_config(mask, p)
     assert planned.SOLVER == mask.SOLVER  # batch, learning rate, schedule
     again = estimate_memory(planned, device="cuda", batch=CASE, evaluates=False)
@@ -169,39 +133,21 @@ def test_a_recipe_of_other_gpus_is_scaled_as_the_trainer_does_it(mask):
     assert (before.images_per_gpu, before.accumulation_steps) == (1, 4)
 
 
-def test_what_the_allocator_can_give_back_does_not_count_in_a_budget(mask):
-    without = estimate_memory(mask, device="cuda", batch=CASE, evaluates=False)
-    limited = mask.clone()
-    limited.MEMFIT.BUDGET_GB = (without.device_total_gb - 0.02) / 0.9
-    limited.MEMFIT.PLAN.MARGIN = 0.1
-    within = estimate_memory(limited, device="cuda", batch=CASE, evaluates=False)
-    assert within.peak_allocated_gb == pytest.approx(without.peak_allocated_gb, rel=0.01)
-    assert within.device_total_gb <= without.device_total_gb - 0.02
-
-
-def test_the_cache_is_given_back_for_the_margin_alone_and_not_in_the_budget(mask):
-    """Each iteration would give it back, which recovery takes for too little memory."""
-    needed_gb = plan(mask, 24).before.device_total_gb
-    cfg = mask.clone()
-    cfg.MEMFIT.PLAN.MARGIN = 0.01
-    assert plan(cfg, needed_gb + 0.001, allow=["exact"]).steps == ()
-    too_little = plan(cfg, needed_gb - 0.02, allow=["exact"])
-    assert too_little.steps
-    assert too_little.estimate.device_total_gb < needed_gb - 0.02
-
-
-def test_what_does_not_fit_has_a_step_for_all_techniques_of_each_tier(mask):
-    p = plan(mask, 0.9, allow=["exact", "precision"])
-    assert not p.fits
-    assert [(s.name, s.tier) for s in p.steps] == [
-        ("smaller micro-batches", "not known"),
-        ("every technique", "exact"),
-        ("every technique", "precision"),
-    ]
-    assert [s.gb_before for s in p.steps[1:]] == [s.gb_after for s in p.steps[:-1]]
-    merged = {key: value for s in p.steps for key, value in s.settings.items()}
-    assert merged == {k: v for k, v in p.settings.items() if k in merged}
-    assert "MEMFIT.BUDGET_GB 0.9: the job does not fit" in describe_plan(p)
+def test_estimate_and_plan_agree_on_what_fits(mask):
+    """At the budget in which the job just fits as it is, and a little below."""
+    start = DryJob(Job.from_cfg(mask, 1, batch=CASE), DeviceModel.load("cuda"), evaluates=False)
+    start.expandable_segments = True
+    start.whole()
+    least = start.budget_bytes(start.use()) / 2**30
+    for budget_gb, fits in ((least + 1e-6, True), (least - 1e-3, False)):
+        cfg = mask.clone()
+        cfg.MEMFIT.BUDGET_GB = budget_gb
+        dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cuda"), False)
+        assert dry_job.fits(budget_gb) == fits
+        p = plan(mask, budget_gb, allow=["exact"])
+        assert (p.steps == ()) == fits
+        if fits:
+            assert p.estimate == dry_job.estimate()
 
 
 def test_micro_batches_are_of_the_exact_tier(mask):
@@ -212,27 +158,9 @@ def test_micro_batches_are_of_the_exact_tier(mask):
 
 
 def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
-    cfg = mask.clone()
-    cfg.MEMFIT.PLAN.MARGIN = 0.1
-    p = plan(cfg, 1.2, allow=["exact"])
+    p = plan(mask, 1.2, allow=["exact"])
     assert not p.fits
-    assert 1.3 < p.smallest_budget_gb < 2
-    assert p.must_allow[:2] == ("exact", "precision")  # with 8-bit states that may be enough
-
-
-def test_what_fits_only_without_its_margin_does_not_fit_and_says_its_chance(mask):
-    smallest_gb = plan(mask, 1.0, allow=["exact"]).smallest_budget_gb
-    p = plan(mask, smallest_gb - 0.06, allow=["exact"])
-    assert not p.fits
-    assert p.estimate.device_total_gb < p.budget_gb < p.smallest_budget_gb == smallest_gb
-    assert 0.5 < p.chance < 0.95
-    said = re.search(r"MEMFIT.PLAN.RISK ([\d.]+) accepts that", describe_plan(p).splitlines()[0])
-    cfg = mask.clone()
-    cfg.MEMFIT.PLAN.RISK = float(said[1])
-    accepted = plan(cfg, p.budget_gb, allow=["exact"])
-    assert accepted.fits
-    assert accepted.chance == pytest.approx(p.chance, abs=0.1)
-    assert plan(mask, smallest_gb, allow=["exact"]).chance == pytest.approx(0.95, abs=0.03)
+    assert p.must_allow[:2] == ("exact", "precision")
 
 
 def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay():
@@ -243,7 +171,7 @@ def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay():
     (step,) = p.steps
     assert (step.name, step.tier) == ("SmallerRoiBatch", "recipe")
     assert step.settings == {"MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE": 256}
-    assert step.what == "the sampling; small objects are seen less often."
+    assert step.what == "the sampling; small objects are seen less often"
 
 
 def test_with_batch_norm_smaller_micro_batches_are_another_recipe():
@@ -252,9 +180,12 @@ def test_with_batch_norm_smaller_micro_batches_are_another_recipe():
     needed_gb = estimate_memory(cfg, device="cuda", batch=SMALL, evaluates=False).device_total_gb
     p = plan(cfg, needed_gb - 0.01, batch=SMALL, allow=["exact"])
     assert "smaller micro-batches" not in [s.name for s in p.steps]
+    p = plan(cfg, 0.6, batch=SMALL, allow=["exact"])
+    assert p.obstacle.startswith("BatchNorm is trained: the 8 images of one GPU cannot be split")
+    assert "One image on each of 8 GPUs needs" in p.obstacle
     p = plan(cfg, needed_gb - 0.05, batch=SMALL, allow=["recipe"])
     assert (p.steps[0].name, p.steps[0].tier) == ("smaller micro-batches", "recipe")
-    assert p.steps[0].what == "the images in BatchNorm's statistics."
+    assert p.steps[0].what == "the images in BatchNorm's statistics"
 
 
 def test_a_users_case_is_what_is_planned_for(mask):
@@ -350,46 +281,43 @@ def test_techniques_that_only_run_alone_do_not_end_a_plan(monkeypatch):
     assert p.left_out[0] in describe_plan(p)
 
 
-def test_a_technique_that_changes_nothing_is_no_help(monkeypatch):
-    from d2_memfit.techniques.heads import ChunkedHeads
+@pytest.fixture
+def images_of_runs(monkeypatch):
+    """Numbers of images of all dry runs of training steps, in order."""
+    images = []
+    train = Session._train
 
-    monkeypatch.setattr(ChunkedHeads, "apply", lambda model, cfg: model)
-    job = Job.from_any(small_job(2), batch=SMALL)
-    trials = Trials(job, DeviceModel.load("cuda"), evaluates=False)
-    trials.limit_bytes = 2**30
-    assert not trials.helps("ChunkedHeads")
-    assert trials.helps("MixedPrecision")
-    assert trials.left_out == []
+    def counted(self, micro_batches, *args):
+        images.extend(map(len, micro_batches))
+        return train(self, micro_batches, *args)
+
+    monkeypatch.setattr(Session, "_train", counted)
+    return images
 
 
 @pytest.mark.parametrize(
-    ("budget_gb", "tiers", "most"),
+    ("budget_gb", "most_runs", "most_images"),
     [
-        (24, "exact", 1),
-        (3.5, "exact", 18),
-        (3.5, "exact,precision", 18),
-        (1.6, "exact", 20),
-        (0.9, "exact,precision", 5),  # does not fit
+        (24, 3, 13),  # 3, 2, and 8 to verify
+        (3.5, 4, 12),  # 3, 2, and 4 and 3 to verify
+        (1.6, 11, 16),  # of 1, but the lines of two rungs
+        (0.9, 6, 9),  # of 1: as it is, the last rung, and that of each tier that is not allowed
     ],
 )
-def test_a_plan_takes_no_more_dry_runs_than_recorded(mask, budget_gb, tiers, most):
-    assert_no_more_dry_runs_than(most, mask, budget_gb, tiers)
+def test_dry_runs_have_at_most_3_images_but_those_that_verify(
+    mask, images_of_runs, budget_gb, most_runs, most_images
+):
+    plan(mask, budget_gb, allow=["exact"])
+    assert images_of_runs[:2] == [3, 2]
+    assert len(images_of_runs) <= most_runs
+    assert sum(images_of_runs) <= most_images
 
 
-def test_techniques_are_compared_at_the_micro_batch_that_batch_norm_keeps(mask):
-    cfg = mask.clone()
-    cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.RESNETS.NORM, cfg.MODEL.BACKBONE.FREEZE_AT = 2, "BN", 0
-    tried = assert_no_more_dry_runs_than(10, cfg, 2, "exact")
-    assert all("GB: 2 images" in line for line in tried)
+def test_an_estimate_has_dry_runs_of_2_and_of_3_images(mask, images_of_runs):
+    estimate_memory(mask, device="cuda", batch=CASE, evaluates=False)
+    assert images_of_runs == [3, 2]
 
 
-def assert_no_more_dry_runs_than(most, cfg, budget_gb, tiers):
-    lines = []
-    plan(cfg, budget_gb, allow=tiers.split(","), progress=lines.append)
-    tried = [line for line in lines if " GB: " in line]
-    assert len(tried) == len(set(tried))
-    assert len(tried) <= most, (
-        "a plan takes more dry runs than recorded. If that is a new technique, which is tried too, "
-        "raise the number; " + "; ".join(tried)
-    )
-    return tried
+def test_how_many_objects_fit_takes_two_runs_of_an_image(mask, images_of_runs):
+    plan(mask, 24, counts_objects=True)
+    assert images_of_runs == [3, 2, 8, 1, 1]

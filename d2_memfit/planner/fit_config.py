@@ -27,8 +27,9 @@ from ..memory import (
 )
 from .device import DeviceModel
 from .dry_run import one_line_errors
-from .search import plan_memory
-from .writing import budget_in, describe_plan, planned, planned_yaml, why_it_does_not_fit
+from .plan import plan_memory
+from .plan_file import budget_in, planned, planned_yaml
+from .text import describe_plan, why_it_does_not_fit
 
 __all__ = ["fit_config"]
 

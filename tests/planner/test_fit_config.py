@@ -2,6 +2,7 @@
 """Plans as part of a run."""
 
 import sys
+from importlib import import_module
 
 import pytest
 from tiny import tiny_cfg
@@ -11,7 +12,6 @@ from d2_memfit.config import settings
 from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import ConfigError, MemfitError
 from d2_memfit.memory import process_memory
-from d2_memfit.planner import planned_run
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,9 @@ def plan_on_ranks(rank, output_dir, what_fails):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "auto_budget_gb", lambda *_: 8.0 - 2 * rank)
         if what_fails == "planning" and rank == 0:
-            patch.setattr(planned_run, "plan_memory", lambda *_, **__: 1 / 0)
+            patch.setattr(
+                import_module("d2_memfit.planner.fit_config"), "plan_memory", lambda *_, **__: 1 / 0
+            )
         if what_fails == "measuring" and rank == 1:
             patch.setattr(settings, "auto_budget_gb", lambda *_: 1 / 0)
         try:

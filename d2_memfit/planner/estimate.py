@@ -1,0 +1,615 @@
+# Copyright (c) the d2_memfit developers.
+"""The memory of a job: dry runs of few images, and lines through them for more."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Optional, Union
+
+from detectron2.config import CfgNode
+from omegaconf import DictConfig
+
+from ..common.units import GB, MB
+from ..job import (
+    EXTREME_SIZES,
+    TYPICAL_SIZE,
+    GivenBatches,
+    Job,
+    Size,
+    objects_in,
+    objects_per_image,
+    padded_area,
+    size_of,
+    with_objects,
+)
+from ..memory import segments_expand
+from ..techniques import loader_bytes
+from .device import DeviceModel, DeviceUse
+from .dry_run import Allocate, Timeline, one_line_errors
+from .from_run import as_in_run
+from .probe import check_probe, measured_uses
+from .steps import Session
+
+__all__ = ["DryJob", "Margin", "MemoryEstimate", "dry_job_of", "estimate_memory", "margin_of"]
+
+
+_FEW = 3  # images: above, memory is on lines through the runs of 2 and of 3
+_CLOSE = 1.03  # times the budget: expected memory between blocks is not exact
+SHARE_OF_SOFTWARE = 0.06  # of the tensors, that other software may need more or less
+_SAME_SOFTWARE = 0.02  # on the CPU, and if a run of the same model was measured
+_FEW_PROPOSALS = 0.6  # of the heads of masks and keypoints, which run on proposals on objects
+# What a context and loaded kernels take at most, and what a process on a CPU takes beside its
+# tensors, in MB (docs/HOW_ACCURATE.md).
+_CONTEXT_MB, _OF_A_CPU_MB = 426 + 380, 360
+# The most objects in an image that are told apart, and bytes of one that do not count.
+MOST_OBJECTS, _LITTLE_BYTES = 1000, 1024
+_UNKNOWN_CARD = 0.5  # of the tensors, upwards: cuDNN may choose any algorithm
+_FIXED = ("parameters", "buffers", "gradients", "optimizer", "DDP buckets")
+
+_Place = tuple[str, str]  # phase and module
+_Places = dict[_Place, Counter[str]]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of each GPU in a job's largest iteration, in GB of 2^30 bytes.
+
+    Attributes:
+        device: description of the device.
+        from_run: a line about the earlier run that corrects the estimate; "" without one.
+        num_gpus: ranks that train together.
+        images_per_gpu: images in a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
+        micro_batch_size: images in one forward.
+        accumulation_steps: batches of the loader in one iteration.
+        image_size: height and width in pixels to which the largest micro-batch is padded.
+        num_instances: annotated objects in the most crowded image. With label images alone, the
+            classes in it. None if a given batch has no field for them.
+        assumptions: one line for each thing that is not known, with the value assumed for it.
+        at_least: parts of the job whose largest size is not known. If there are any, the job may
+            need more memory than this estimate.
+        peak_allocated_gb: ``torch.cuda.max_memory_allocated`` after training.
+        peak_reserved_gb: ``torch.cuda.max_memory_reserved`` after training.
+        device_total_gb: device memory of the process, including the context, in training and in
+            the evaluations between.
+        evaluation_gb: peak allocated in evaluation; None without evaluation.
+        evaluation_host_gb: the RAM that results in evaluation take at the size of the image file,
+            with MEMFIT.EVALUATION.ON_HOST on a GPU; otherwise 0.
+        typical_gb: ``peak_allocated_gb`` with photographs of a typical shape, if theirs is not
+            known, and a mean number of objects; None if neither is known to matter.
+        range_gb: interval of ``peak_allocated_gb``.
+        device_range_gb: interval of ``device_total_gb``.
+        wider: a line for each thing that makes the range wider than that of other software.
+        breakdown: ``peak_allocated_gb`` by owner, the largest first.
+        outside: the process's other memory in training, by owner: context, loaded kernels, NCCL,
+            and memory between the allocator's blocks.
+        expandable_segments: whether PyTorch's allocator grows its segments; None for a CPU.
+        num_workers: loader workers on each rank.
+        host_gb: approximate RAM of each rank and its workers, without the dataset.
+        offloaded_gb: the part of it that is page-locked, for activations.
+        objects_that_fit: the most objects in each image with which the job fits its budget, at most
+            10,000; None without a budget, or if the number of objects does not matter.
+    """
+
+    device: str
+    from_run: str
+    num_gpus: int
+    images_per_gpu: int
+    micro_batch_size: int
+    accumulation_steps: int
+    image_size: tuple[int, int]
+    num_instances: Optional[int]
+    assumptions: tuple[str, ...]
+    at_least: tuple[str, ...]
+    peak_allocated_gb: float
+    peak_reserved_gb: float
+    device_total_gb: float
+    evaluation_gb: Optional[float]
+    evaluation_host_gb: float
+    typical_gb: Optional[float]
+    range_gb: tuple[float, float]
+    device_range_gb: tuple[float, float]
+    wider: tuple[str, ...]
+    breakdown: dict[str, float]
+    outside: dict[str, float]
+    expandable_segments: Optional[bool]
+    num_workers: int
+    host_gb: float
+    offloaded_gb: float
+    objects_that_fit: Optional[int] = None
+
+
+@dataclass(frozen=True)
+class Margin:
+    """The headroom of a budget, which is ``factor`` x the job's limit + ``more_bytes``."""
+
+    factor: float
+    more_bytes: float = 0.0
+
+    def limit_bytes(self, budget_bytes: float) -> int:
+        """The most that a job may need within a budget."""
+        return int((budget_bytes - self.more_bytes) / self.factor)
+
+    def budget_bytes(self, limit_bytes: float) -> float:
+        """The smallest budget for a job that needs this many bytes."""
+        return self.factor * limit_bytes + self.more_bytes
+
+
+def margin_of(job: Job, device: DeviceModel) -> Margin:
+    """The headroom of MEMFIT.PLAN.MARGIN, or what other software and another context may add."""
+    share: Optional[float] = job.cfg.MEMFIT.PLAN.MARGIN
+    if share is not None:
+        return Margin(1 / (1 - share))
+    of_tensors = _software_share(device)
+    outside = sum(device.outside_bytes(job.ranks).values())
+    return Margin(1 + of_tensors, _more_context_bytes(device) - of_tensors * outside)
+
+
+def _software_share(device: DeviceModel) -> float:
+    is_the_same = device.tensors_are_measured or not device.is_gpu
+    return _SAME_SOFTWARE if is_the_same else SHARE_OF_SOFTWARE
+
+
+def _more_context_bytes(device: DeviceModel) -> float:
+    """Bytes that a context may take in addition, or a process on a CPU beside its tensors."""
+    if device.is_gpu:
+        known = device.context_is_measured
+        return 0 if known else max(_CONTEXT_MB - device.context_mb - device.kernels_mb, 0) * MB
+    known = device.tensors_are_measured
+    return 0 if known else max(_OF_A_CPU_MB - device.other_tensors_mb, 0) * MB
+
+
+class DryJob:
+    """A job on a device, and its dry runs, each of which is made when it is needed.
+
+    Args:
+        job: the job.
+        device: the device to predict for.
+        evaluates: whether to include evaluation, or training alone.
+        progress: called with a line before each dry run.
+
+    Attributes:
+        session: makes the dry runs.
+        margin: headroom of a budget.
+        expandable_segments: whether the allocator of a GPU grows its segments, as under a budget.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: DeviceModel,
+        evaluates: bool = True,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.job, self.device = job, device
+        self.evaluates = evaluates and job.evaluates
+        self._progress = progress
+        self._runs: dict[tuple[int, bool], Timeline] = {}  # by images, and whether it accumulates
+        self._uses: dict[int, DeviceUse] = {}  # by a timeline's identity
+        self.margin = margin_of(job, device)
+        self.expandable_segments = segments_expand(under_budget=job.budget_gb is not None)
+        self.measured: list[DeviceUse] = []  # by a probe: training, and evaluation
+        self.notes: tuple[str, ...] = ()
+
+    def with_images(self, num_images: int) -> "DryJob":
+        """The same job in micro-batches of another size, with the same dry runs."""
+        other = copy(self)
+        other.job = self.job.with_settings({"MEMFIT.MICRO_BATCH": num_images})
+        return other
+
+    def probe(self) -> None:
+        """Measure the largest batch on this machine's GPU; :meth:`uses` then has what it took.
+
+        Raises:
+            ConfigError: there is no GPU.
+        """
+        check_probe(self.device)
+        self.measured = measured_uses(self.job, self.evaluates, self.use().breakdown)
+        if not self.measured:
+            self.notes = ("The GPU cannot hold the largest batch: estimated by a dry run",)
+
+    @property
+    def num_images(self) -> int:
+        """Images in the largest micro-batch."""
+        return self.job.geometry.largest_micro_batch
+
+    @cached_property
+    def session(self) -> Session:
+        with one_line_errors(lambda: self.job.assumptions):
+            return Session(self.job, self.device.is_gpu, self.device.foreach)
+
+    def run(self, num_images: int, accumulates: bool = False) -> Timeline:
+        """The dry run of a training step of some of the largest images.
+
+        Args:
+            accumulates: whether gradients of earlier micro-batches exist.
+        """
+        key = num_images, accumulates
+        if key not in self._runs:
+            self._runs[key] = self._step(num_images, accumulates)
+        return self._runs[key]
+
+    def _step(self, num_images: int, accumulates: bool = False, batch: Any = None) -> Timeline:
+        self._progress(f"{num_images} image{'s' * (num_images > 1)}")
+        with one_line_errors(lambda: self.job.assumptions):
+            images = self.job.training_batch(num_images) if batch is None else batch
+            return self.session.train(images, accumulates=accumulates)
+
+    def whole(self, num_images: Optional[int] = None) -> Timeline:
+        """The dry run of a micro-batch with as many images, the largest by default."""
+        n = self.num_images if num_images is None else num_images
+        return self.run(n, n < self.job.geometry.window)
+
+    @property
+    def training(self) -> Timeline:
+        """The dry run of the largest micro-batch."""
+        return self.whole()
+
+    @cached_property
+    def evaluation(self) -> Optional[Timeline]:
+        """The dry run of an image's evaluation; None without one."""
+        if not self.evaluates:
+            return None
+        self._progress("evaluation")
+        batches = self.job.batches
+        with one_line_errors(lambda: batches.evaluation_assumptions, in_evaluation=True):
+            return self.session.evaluate(self.job.evaluation_batch())
+
+    def use(self, num_images: Optional[int] = None) -> DeviceUse:
+        """Device memory of training with some images in a micro-batch, the largest by default.
+
+        It is that of a dry run of all of them, if there is one or if they are few. Otherwise it is
+        on lines through the runs of 2 and of 3.
+        """
+        n = self.num_images if num_images is None else num_images
+        was_run = (n, n < self.job.geometry.window) in self._runs
+        return self._use(self.whole(n)) if n <= _FEW or was_run else self.expected_use(n)
+
+    def _use(self, timeline: Timeline) -> DeviceUse:
+        known = self._uses.get(id(timeline))
+        if known is None:
+            known = self.device.use(timeline, None, self.expandable_segments, self.job.ranks)
+            self._uses[id(timeline)] = known
+        return known
+
+    @cached_property
+    def _is_regular(self) -> bool:
+        """Whether all images of a micro-batch are alike. Those of a mapper are the largest."""
+        if not isinstance(self.job.batches, GivenBatches):
+            return True
+        batch = self.job.training_batch()
+        return isinstance(batch, list) and len({(size_of(d), objects_in(d)) for d in batch}) == 1
+
+    def expected_use(self, num_images: int) -> DeviceUse:
+        """What :meth:`use` is likely to be for 2 images or more, without a dry run of so many.
+
+        Each module of the model has a peak in each phase, which is on a line above few images.
+        Images that a user gives may differ, so all of them are run.
+        """
+        if not self._is_regular:
+            return self._use(self.whole(num_images))
+        of_three = self._use(self.run(_FEW))
+        at_peak = max(self._places_of(num_images).values(), key=_sum)
+        # The allocator rounds sizes up, and keeps memory between blocks.
+        rounding = of_three.allocated_bytes - max(
+            map(_sum, _places_in(self.device, self.run(_FEW)).values())
+        )
+        allocated = _sum(at_peak) + rounding
+        reserved = round(allocated * of_three.reserved_bytes / of_three.allocated_bytes)
+        outside = of_three.outside.copy()
+        outside["between blocks"] = reserved - allocated
+        total = of_three.total_bytes - of_three.reserved_bytes + reserved
+        return DeviceUse(allocated, reserved, total, +at_peak, +outside)
+
+    def _places_of(self, num_images: int) -> _Places:
+        """The peaks of :func:`_places_in` for more images, on lines."""
+        two, three = (_places_in(self.device, self.run(n)) for n in (2, _FEW))
+        places = {}
+        for at, last in three.items():
+            before, more = two.get(at, last), num_images - _FEW
+            places[at] = Counter({k: v + more * (v - before[k]) for k, v in last.items()})
+            if num_images < self.job.geometry.window:
+                places[at]["gradients"] = self.session.gradient_bytes
+        return places
+
+    def _peak(self, timeline: Timeline) -> int:
+        return self.device.use(timeline, None, self.expandable_segments).allocated_bytes
+
+    def uses(self, num_images: Optional[int] = None) -> Iterator[DeviceUse]:
+        """Device memory of training, and of evaluation if there is one."""
+        if self.measured and num_images in (None, self.num_images):
+            yield from self.measured
+            return
+        yield self.use(num_images)
+        if self.evaluation is not None:
+            yield self._use(self.evaluation)
+
+    def total_bytes(self, num_images: Optional[int] = None) -> int:
+        """Bytes of the process in training and in the evaluations between, context included."""
+        return max(use.total_bytes for use in self.uses(num_images))
+
+    def budget_bytes(self, use: DeviceUse) -> float:
+        """The smallest budget with headroom in which the allocator never returns what it keeps.
+
+        It would do so in each iteration, and recovery would then halve the micro-batches.
+        """
+        between = use.reserved_bytes - use.allocated_bytes
+        return max(self.margin.budget_bytes(use.total_bytes - between), use.total_bytes)
+
+    def fits(self, budget_gb: float, num_images: Optional[int] = None) -> bool:
+        """Whether a micro-batch fits a budget, and evaluation does, by dry runs."""
+        n = self.num_images if num_images is None else num_images
+        budget = budget_gb * GB
+        are_few = n <= _FEW and not {(2, False), (_FEW, False)} <= self._runs.keys()
+        if not are_few and n > 1 and self.budget_bytes(self.expected_use(n)) > _CLOSE * budget:
+            return False
+        self.whole(n)
+        return all(self.budget_bytes(use) <= budget for use in self.uses(n))
+
+    @property
+    def evaluation_decides(self) -> bool:
+        """Whether evaluation takes more device memory than training."""
+        training, *evaluation = (use.allocated_bytes for use in self.uses())
+        return bool(evaluation) and evaluation[0] > training
+
+    def flops(self) -> float:
+        """Floating-point operations of an image in a forward and a backward."""
+        (num_images, _), timeline = next(iter(self._runs.items()))
+        counts = (timeline.work[phase].all_operators for phase in ("forward", "backward"))
+        return sum(op.flops * num for count in counts for op, num in count.items()) / num_images
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Page-locked RAM of a rank for offloaded activations.
+
+        PyTorch allocates powers of two, and keeps them (ATen/core/CachingHostAllocator.h).
+        """
+        (num_images, _), timeline = max(self._runs.items(), key=lambda run: run[0])
+        copies = timeline.work["forward"].copies
+        num_bytes = sum(1 << (copy.num_bytes - 1).bit_length() for copy in copies)
+        return num_bytes * -(-self.num_images // num_images)
+
+    @property
+    def evaluation_host_bytes(self) -> int:
+        """RAM of a rank for the results in evaluation that are made on the host."""
+        return 0 if self.evaluation is None else self.evaluation.host_bytes
+
+    @property
+    def host_bytes(self) -> float:
+        """Approximate RAM of a rank and its workers, without the dataset."""
+        of_loader = loader_bytes(self.job.cfg, self.job.ranks)
+        return of_loader + self.offloaded_bytes + self.evaluation_host_bytes
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """One line for each thing that is not known, with the value assumed for it."""
+        batches = self.job.batches
+        of_evaluation = batches.evaluation_assumptions if self.evaluates else ()
+        return tuple(dict.fromkeys([*self.job.assumptions, *of_evaluation, *self.notes]))
+
+    @property
+    def at_least(self) -> tuple[str, ...]:
+        """One line for each part whose largest size is not known."""
+        timelines = [*self._runs.values(), *([self.evaluation] if self.evaluation else [])]
+        notes = [note for timeline in timelines for note in timeline.notes]
+        return tuple(dict.fromkeys([*self.job.batches.at_least, *notes]))
+
+    def objects_that_fit(self, budget_gb: float) -> Optional[int]:
+        """The most objects in each image with which the job fits, on lines of two more runs.
+
+        They have one image with 2 and with 4 times the job's own objects. In each module, memory is
+        on a line in objects, and more images need as much more. None if the images have no objects.
+        At most ``MOST_OBJECTS``.
+        """
+        batch = self.job.training_batch(1)
+        numbers = objects_per_image(batch)
+        if not numbers:
+            return None
+        own, n = max(numbers), self.num_images
+        twice, four_times = (
+            _places_in(
+                self.device,
+                self._step(1, n < self.job.geometry.window, with_objects(batch, k * own)),
+            )
+            for k in (2, 4)
+        )
+        run = self._runs.get((n, n < self.job.geometry.window))
+        places = _places_in(self.device, run) if run else self._places_of(n)
+        use = self.use()
+        outside = use.total_bytes - use.reserved_bytes
+        room = min(
+            self.margin.limit_bytes(budget_gb * GB) - outside,
+            (budget_gb * GB - outside) * use.allocated_bytes / use.reserved_bytes,
+        )
+        most = float(MOST_OBJECTS)
+        for at in places.keys() & twice.keys() & four_times.keys():
+            of_object = n * (_sum(four_times[at]) - _sum(twice[at])) / (2 * own)
+            if of_object > _LITTLE_BYTES:
+                most = min(most, own + (room - _sum(places[at])) // of_object)
+        return max(int(most), 0)
+
+    def estimate(self, with_range: bool = True) -> MemoryEstimate:
+        """Describe the memory.
+
+        Args:
+            with_range: whether to make the dry run of a typical batch, where that is another one.
+        """
+        use, *of_evaluation = [*self.uses()]
+        total = self.total_bytes()
+        geometry = self.job.geometry
+        low, high, typical, wider = self._range(use, with_range)
+        outside = total - use.allocated_bytes
+        more_context = _more_context_bytes(self.device)
+        return MemoryEstimate(
+            device=self.device.description,
+            from_run=self.device.from_run,
+            num_gpus=geometry.ranks,
+            images_per_gpu=geometry.images_per_batch,
+            micro_batch_size=geometry.largest_micro_batch,
+            accumulation_steps=geometry.accumulation_steps,
+            image_size=size_of(self.job.training_batch()),
+            num_instances=self.job.batches.num_instances,
+            assumptions=self.assumptions,
+            at_least=self.at_least,
+            peak_allocated_gb=use.allocated_bytes / GB,
+            peak_reserved_gb=use.reserved_bytes / GB,
+            device_total_gb=total / GB,
+            evaluation_gb=of_evaluation[0].allocated_bytes / GB if of_evaluation else None,
+            evaluation_host_gb=self.evaluation_host_bytes / GB,
+            typical_gb=None if typical is None else typical / GB,
+            range_gb=(low / GB, high / GB),
+            device_range_gb=((low + outside) / GB, (high + outside + more_context) / GB),
+            wider=tuple(wider),
+            breakdown={owner: n / GB for owner, n in use.breakdown.most_common()},
+            outside={owner: n / GB for owner, n in use.outside.most_common()},
+            expandable_segments=self.expandable_segments if self.device.is_gpu else None,
+            num_workers=self.job.cfg.DATALOADER.NUM_WORKERS,
+            host_gb=self.host_bytes / GB,
+            offloaded_gb=self.offloaded_bytes / GB,
+        )
+
+    def _range(
+        self, use: DeviceUse, with_typical: bool
+    ) -> tuple[float, float, Optional[float], list[str]]:
+        """Least, most and typical bytes of the tensors, and what makes the range wider."""
+        worst, device, batches = use.allocated_bytes, self.device, self.job.batches
+        wider: list[str] = []
+        typical: Optional[float] = None
+        timeline = self._runs[max(self._runs)]
+        of_run = self._use(timeline)
+        fixed = sum(use.breakdown[owner] for owner in _FIXED)
+        least = (worst - fixed) * 1.0
+        if batches.has_any_shape:
+            pixels = padded_area(size_of(self.job.training_batch()))
+            areas = [self._padded_area(size) for size in (*EXTREME_SIZES, TYPICAL_SIZE)]
+            if min(areas) < pixels:  # else a crop decides
+                wider.append("the shape of the images is not known (--coco, or --image-size)")
+                typical = fixed + least * min(areas[-1] / pixels, 1)
+                least *= min(areas) / pixels
+        of_heads = _bytes_of_heads(timeline) / of_run.allocated_bytes
+        if of_heads:
+            wider.append("few proposals may be on objects")
+            least *= 1 - _FEW_PROPOSALS * of_heads
+        most = [_software_share(device) * worst]
+        if with_typical and batches.typical is not None and not self.session.has_roi_heads:
+            few, accumulates = max(run for run in self._runs if run[0] <= _FEW)
+            images = self.job.training_batch(few, batches.typical)
+            of_mean = self._peak(self._step(few, accumulates, images))
+            change = of_mean / self._peak(self.run(few, accumulates)) - 1
+            if abs(change) > 0.01:
+                wider.append("most images have fewer objects")
+                typical = (typical or worst) * (1 + change)
+                least *= min(1 + change, 1)
+                most.append(abs(change) * worst * (change > 0 or batches.is_guess))
+        if workspaces := use.breakdown["workspace"]:
+            wider.append("other algorithms of convolutions may take more")
+            most.append(workspaces)
+        if not device.card_is_known:
+            wider.append("the card is not known")
+            most.append(_UNKNOWN_CARD * worst)
+        if not device.release_is_known:
+            wider.append("PyTorch's release is not known")
+            most.append(self.session.gradient_bytes)
+        low = fixed + least
+        return low - _software_share(device) * worst, worst + math.hypot(*most), typical, wider
+
+    def _padded_area(self, size: Size) -> int:
+        """Pixels of the largest micro-batch if images have another shape."""
+        return padded_area(
+            size_of(self.job.training_batch(batches=self.job.batches.in_shape(size)))
+        )
+
+
+def _sum(places: Counter[str]) -> int:
+    return sum(places.values())
+
+
+def _places_in(device: DeviceModel, timeline: Timeline) -> _Places:
+    """Bytes by owner at the peak in each phase of each module."""
+    live: Counter[str] = Counter()
+    places: _Places = {}
+    most: dict[_Place, int] = {}
+    num_bytes = 0
+    for event in device.events(timeline):
+        a = event.allocation
+        live[a.owner] += event.num_bytes
+        num_bytes += event.num_bytes
+        at = a.phase, a.module
+        if isinstance(event, Allocate) and num_bytes > most.get(at, 0):
+            most[at], places[at] = num_bytes, live.copy()
+    return places
+
+
+def _bytes_of_heads(timeline: Timeline) -> int:
+    """Bytes at the peak of heads that run on the proposals on objects alone."""
+    return sum(
+        a.num_bytes
+        for a in timeline.alive_at_peak()
+        if "mask_head" in a.module or "keypoint_head" in a.module
+    )
+
+
+def estimate_memory(
+    cfg: Union[CfgNode, DictConfig, Job],
+    num_gpus: Optional[int] = None,
+    device: Optional[Union[str, Path]] = None,
+    probe: bool = False,
+    *,
+    trainer: Any = None,
+    batch: Any = None,
+    image_size: Optional[Size] = None,
+    num_instances: Optional[int] = None,
+    evaluates: bool = True,
+    run: Optional[Union[str, Path]] = None,
+) -> MemoryEstimate:
+    """Estimate the memory of a job without a GPU, by a dry run of its largest iteration.
+
+    Args:
+        cfg: a config of yacs, a LazyConfig, or a :class:`~d2_memfit.Job`, which has the arguments
+            from ``trainer`` to ``num_instances``, and ``num_gpus``, already.
+        num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is for all of them. None is the
+            world size of this process.
+        device: the name of a file in ``d2_memfit/planner/device/devices`` or of a card, or the path
+            of a device file. None is the CPU with MODEL.DEVICE cpu, else this machine's GPU, else a
+            current CUDA card.
+        probe: run the iteration on this machine's GPU, and measure it.
+        trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
+        batch: images of the largest batch, see :class:`~d2_memfit.job.batches.GivenBatches`; or the
+            sizes that the model gets, as a :class:`WorstCase`. With None, the job's own mapper
+            makes it from the largest images of its datasets.
+        image_size: height and width in pixels of the largest image file.
+        num_instances: annotated objects of the most crowded image.
+        evaluates: whether to include evaluation, or training alone.
+        run: OUTPUT_DIR of an earlier run of this model on this machine. Its peaks correct the
+            estimate.
+
+    Raises:
+        ConfigError: a value in the config cannot work, its model cannot be built, there is no GPU
+            to probe, or ``run`` says nothing about the job.
+    """
+    job = Job.from_any(
+        cfg, trainer, num_gpus, batch=batch, image_size=image_size, num_instances=num_instances
+    )
+    return dry_job_of(job, device, evaluates, probe, run).estimate()
+
+
+def dry_job_of(
+    job: Job,
+    device: Optional[Union[str, Path, DeviceModel]] = None,
+    evaluates: bool = True,
+    probe: bool = False,
+    run: Optional[Union[str, Path]] = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> DryJob:
+    """Make the :class:`DryJob` of :func:`estimate_memory`, with its arguments."""
+    if not isinstance(device, DeviceModel):
+        device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
+    if run is not None:
+        device = as_in_run(device, job, run)
+    dry_job = DryJob(job, device, evaluates, progress)
+    if probe:
+        dry_job.probe()
+    return dry_job

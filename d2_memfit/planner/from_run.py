@@ -1,0 +1,89 @@
+# Copyright (c) the d2_memfit developers.
+"""A device with the measurements of an earlier run on it.
+
+Training records its peaks (:class:`~d2_memfit.engine.peak_recorder.PeakRecorder`), and the plan
+that it was started with has its predictions. The differences correct the device.
+"""
+
+from dataclasses import replace
+from typing import Optional
+
+import torch
+
+from ..common.checks import fits
+from ..common.reading import Name
+from ..common.units import GB, MB
+from ..errors import ConfigError
+from ..job import Job
+from ..memory import RunRecord, device_and_software
+from .device import DeviceModel
+
+__all__ = ["as_in_run"]
+
+_PREDICTED = "MEMFIT.PLAN.PREDICTED_GB"
+_LONG = 1000  # iterations after which a run that took less is believed
+
+
+def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
+    """The device with what a run on it took outside the allocator, and beside its plan's tensors.
+
+    A run that took less than its plan may not have seen its most crowded images, so it counts only
+    after 1000 iterations.
+
+    Args:
+        run: OUTPUT_DIR of a run of the same model with a plan's config.
+
+    Raises:
+        ConfigError: the run has no record, or one that says nothing about the job.
+    """
+    record = RunRecord.read(run)
+    if reason := _why_it_does_not_count(record, device, job):
+        raise ConfigError(f"--run {run} says nothing about this job: {reason}")
+    allocated_gb, *_ = record.settings[_PREDICTED]
+    more_mb = (record.allocated_bytes - allocated_gb * GB) / MB
+    if more_mb > 0 or record.iterations >= _LONG:
+        device = replace(
+            device,
+            other_tensors_mb=max(device.other_tensors_mb + more_mb, 0.0),
+            tensors_are_measured=True,
+        )
+    # One of several ranks has more than this process: the threads and buffers of gloo.
+    if record.ranks > 1 or not device.is_this_process:
+        device = replace(
+            device,
+            context_mb=record.outside_bytes / MB,
+            context_is_measured=True,
+            kernels_mb=0.0,
+            nccl_mb=(0.0, 0.0),
+        )
+    line = (
+        f"Starts from a run here on {record.date[:16]} UTC, {record.iterations} iterations: "
+        f"{record.allocated_bytes / GB:.2f} GB allocated where {allocated_gb:.2f} GB were "
+        f"predicted, {record.outside_bytes / GB:.2f} GB outside the allocator"
+    )
+    return replace(device, from_run=line)
+
+
+def _why_it_does_not_count(record: RunRecord, device: DeviceModel, job: Job) -> str:
+    here = _torch_device(device)
+    if here is None or record.here != device_and_software(here):
+        return "it had another device, or other software"
+    if record.ranks != job.ranks:
+        return f"it had {record.ranks} ranks, not {job.ranks}"
+    if not job.family or record.family != job.family:
+        return "it trained another model"
+    if record.had_errors:
+        return "it ran out of memory"
+    if not fits(record.settings.get(_PREDICTED), tuple[float, float, float]):
+        return "its config has no plan with MEMFIT.PLAN.PREDICTED_GB: plan once, then train that"
+    return ""
+
+
+def _torch_device(device: DeviceModel) -> Optional[torch.device]:
+    """This machine's device, if it is the one to predict for."""
+    if not device.is_gpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        return None
+    here = torch.device("cuda", torch.cuda.current_device())
+    return here if device.is_card(torch.cuda.get_device_name(here)) else None

@@ -1,0 +1,523 @@
+# Copyright (c) the d2_memfit developers.
+"""The ladder: changes that make a job fit a budget, tried in one order, the least harmful first."""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, Optional, Union
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.layers import NaiveSyncBatchNorm
+from omegaconf import DictConfig
+from torch import nn
+
+from ..common.units import GB
+from ..compat.pytorch import BatchNorm, has_kernels_for_bfloat16
+from ..config.cards import why_no_card_has
+from ..errors import ConfigError, MemfitError
+from ..job import Job, Size
+from ..memory import available_host_bytes, check_budget
+from ..techniques import TIERS, blocks_of, get_technique, techniques_in_plans
+from .device import DeviceModel
+from .dry_run import Allocate, Timeline
+from .estimate import DryJob, MemoryEstimate, dry_job_of
+
+__all__ = ["Plan", "PlanStep", "plan_memory"]
+
+logger = logging.getLogger(__name__)
+
+_MICRO_BATCH = "smaller micro-batches"
+_CHECKPOINT, _OFFLOAD, _AMP = "ActivationCheckpointing", "ActivationOffload", "MixedPrecision"
+_BLOCKS = "MEMFIT.CHECKPOINT.MODULES"
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """One change of a plan.
+
+    Attributes:
+        name: a technique, or "smaller micro-batches".
+        tier: "exact", "precision" or "recipe".
+        settings: config keys and their new values.
+        what: what it changes in training, for tiers other than exact.
+    """
+
+    name: str
+    tier: str
+    settings: dict[str, Any]
+    what: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Changes that make a job fit, and the memory that it then needs.
+
+    Attributes:
+        budget_gb: device memory for the whole process.
+        margin: headroom, as a share of the budget.
+        fits: whether it leaves the margin. If not, the other fields describe the smallest allowed
+            plan.
+        steps: steps in the order of the ladder.
+        settings: settings of all steps, and those that keep the job in its budget.
+        before, estimate: estimates without and with the plan.
+        time_factor: operations of an iteration with the plan over those without; None if something
+            else decides about time, as number formats and copies to the host do.
+        smallest_budget_gb: smallest budget that leaves the margin, if this one does not.
+        must_allow: tiers that would have to be allowed for this budget; empty if none would help.
+        obstacle: a line about what stands in the way, and what would change it; "" if it fits.
+        evaluation_decides: whether evaluation takes more of the device than training.
+        left_out: techniques with which the job does not run, and why; a line each.
+    """
+
+    budget_gb: float
+    margin: float
+    fits: bool
+    steps: tuple[PlanStep, ...]
+    settings: dict[str, Any]
+    before: MemoryEstimate
+    estimate: MemoryEstimate
+    time_factor: Optional[float]
+    smallest_budget_gb: Optional[float] = None
+    must_allow: tuple[str, ...] = ()
+    obstacle: str = ""
+    evaluation_decides: bool = False
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def predicted_gb(self) -> list[float]:
+        """Value of MEMFIT.PLAN.PREDICTED_GB: allocated, reserved, and outside the allocator."""
+        e = self.estimate
+        outside = e.peak_allocated_gb + sum(e.outside.values()) - e.peak_reserved_gb
+        return [round(gb, 3) for gb in (e.peak_allocated_gb, e.peak_reserved_gb, outside)]
+
+
+class Rung(NamedTuple):
+    """Techniques by name, and the patterns of the blocks that are recomputed."""
+
+    names: tuple[str, ...] = ()
+    blocks: tuple[str, ...] = ()
+
+
+def plan_memory(
+    cfg: Union[CfgNode, DictConfig, Job],
+    budget_gb: float,
+    num_gpus: Optional[int] = None,
+    allow: Sequence[str] = ("exact", "precision"),
+    device: Optional[Union[str, Path, DeviceModel]] = None,
+    progress: Callable[[str], None] = lambda line: None,
+    probe: bool = False,
+    *,
+    trainer: Any = None,
+    batch: Any = None,
+    image_size: Optional[Size] = None,
+    num_instances: Optional[int] = None,
+    evaluates: bool = True,
+    prefer: str = "exact",
+    counts_objects: bool = False,
+    run: Optional[Union[str, Path]] = None,
+) -> Plan:
+    """Find the least harmful changes with which a job fits a budget.
+
+    A job that fits is not changed. Effective batch, learning rate and iterations do not change.
+
+    Args:
+        budget_gb: device memory for the whole process, in GB of 2^30 bytes.
+        allow: tiers that may be used, of "exact", "precision" and "recipe".
+        progress: called with a line before each dry run.
+        probe: whether to measure the final plan on this machine's GPU.
+        cfg, num_gpus, device, trainer, batch, image_size, num_instances, evaluates, run: as for
+            :func:`~d2_memfit.estimate_memory`.
+        prefer: "exact", or "speed" for mixed precision first, where the card is faster with it.
+        counts_objects: whether to tell how many objects fit.
+
+    Raises:
+        ConfigError: a value cannot work, or the config's model cannot be built.
+    """
+    check_budget(budget_gb)
+    if budget_gb is None or isinstance(budget_gb, str):
+        raise ConfigError("a plan needs a budget in GB, such as 6")
+    unknown = set(allow) - set(TIERS)
+    if unknown or isinstance(allow, str):
+        raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
+    job = Job.from_any(
+        cfg, trainer, num_gpus, batch=batch, image_size=image_size, num_instances=num_instances
+    )
+    job = job.with_settings({"MEMFIT.BUDGET_GB": budget_gb})
+    start = dry_job_of(job, device, evaluates, run=run, progress=progress)
+    warning = why_no_card_has(budget_gb) if start.device.is_gpu else None
+    if warning and not (budget_gb <= start.device.usable_gb or _has_card_of(budget_gb)):
+        logger.warning(warning)
+    ladder = Ladder(start, budget_gb, [tier for tier in TIERS if tier in allow], prefer, progress)
+    return ladder.plan(probe, counts_objects and not probe)
+
+
+def _has_card_of(budget_gb: float) -> bool:
+    """Whether this machine has a GPU with this much memory."""
+    if not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_properties(0).total_memory >= budget_gb * GB
+
+
+class Ladder:
+    """Finds the first rung on which a job fits a budget, in an order that no budget changes.
+
+    So more memory is never worse. A rung has techniques of the tiers "precision" and "recipe", as
+    few as possible, and then a level of exact ones: none, those that cost little, blocks of the
+    backbone recomputed, all blocks recomputed, all activations on the host. It has the most images
+    in a micro-batch that fit.
+
+    Args:
+        start: the job as it is.
+        tiers: the tiers that may be used.
+        prefer: as for :func:`plan_memory`.
+        progress: called with a line for each technique left out.
+
+    Attributes:
+        left_out: techniques with which the job does not run, and why; a line each.
+    """
+
+    def __init__(
+        self,
+        start: DryJob,
+        budget_gb: float,
+        tiers: Sequence[str],
+        prefer: str = "exact",
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.left_out: list[str] = []
+        self._start, self._budget_gb, self._tiers = start, budget_gb, tiers
+        self._progress = progress
+        self._known = {Rung(): (Rung(), start)}
+        self._evaluations: dict[tuple[str, ...], Optional[Timeline]] = {}
+        is_faster = start.device.is_gpu and "precision" in tiers and self._is_usable(_AMP)
+        self._first = (_AMP,) if prefer == "speed" and is_faster else ()
+
+    def search(self) -> Optional[tuple[Rung, int]]:
+        """The first rung on which the job fits, and its images in a micro-batch."""
+        first = Rung(self._first)
+        if images := self._most_images(first):
+            return first, images
+        leads = self._leads()
+        if not self._fits_with_all(leads[-1]):
+            return None
+        lead = next(lead for lead in leads if self._fits_with_all(lead))
+        for name in reversed(lead[len(self._first) : -1]):
+            without = tuple(n for n in lead if n != name)
+            lead = without if self._fits_with_all(without) else lead
+        least = self._least_images(lead)
+        levels = self._levels(lead)
+        i = next(i for i, level in enumerate(levels) if self._fits(level, least))
+        rung = self._without_what_can_go(self._dry_job(levels[i])[0], lead, least)
+        if rung.blocks and _OFFLOAD not in rung.names:
+            before = levels[i - 1].blocks
+            rung = self._with_fewer_blocks(rung, before, least)
+            if rung.blocks not in (("backbone",), ("all",)):
+                return rung, least
+        return rung, self._most_images(rung) or least
+
+    def _leads(self) -> list[tuple[str, ...]]:
+        """More and more of what is not exact, the least harmful first."""
+        harms = [*self._first]
+        for tier in ("precision", "recipe"):
+            if tier in self._tiers:
+                smaller = tier == "recipe" and self._trains_batch_norm
+                harms += [_MICRO_BATCH] * (smaller and self._start.num_images > 1)
+                harms += [name for name in self._usable(tier) if name not in harms]
+        return [tuple(harms[:i]) for i in range(len(self._first), len(harms) + 1)]
+
+    def _levels(self, lead: tuple[str, ...]) -> list[Rung]:
+        """Rungs with more and more of what is exact."""
+        levels = [Rung(lead)]
+        exact = self._usable("exact") if "exact" in self._tiers else []
+        names = lead + tuple(name for name in exact if name not in (_CHECKPOINT, _OFFLOAD))
+        blocks: tuple[str, ...] = ()
+        levels.append(Rung(names))
+        if _CHECKPOINT in exact:
+            names += (_CHECKPOINT,)
+            for choice in ("all",) if self._checkpointed else ("backbone", "all"):
+                if blocks_of(self._start.session.model, choice):
+                    blocks = (choice,)
+                    levels.append(Rung(names, blocks))
+        if _OFFLOAD in exact:
+            levels.append(Rung((*names, _OFFLOAD), blocks))
+        return levels
+
+    def _usable(self, tier: str) -> list[str]:
+        return [name for name in techniques_in_plans(tier) if self._is_usable(name)]
+
+    def _fits_with_all(self, lead: tuple[str, ...]) -> bool:
+        return self._fits(self._levels(lead)[-1], self._least_images(lead))
+
+    def _fits(self, rung: Rung, num_images: int) -> bool:
+        """Whether the job fits on a rung, by dry runs; evaluation is run once for all alike."""
+        rung, dry_job = self._dry_job(rung)
+        key = tuple(filter(_matters_in_evaluation, rung.names))
+        if key in self._evaluations:
+            dry_job.evaluation = self._evaluations[key]
+        fits = dry_job.fits(self._budget_gb, num_images)
+        if "evaluation" in vars(dry_job):
+            self._evaluations[key] = dry_job.evaluation
+        return fits and self._host_holds(dry_job)
+
+    def _host_holds(self, dry_job: DryJob) -> bool:
+        """Whether the host has the RAM for what a job moves there.
+
+        It is MEMFIT.HOST.BUDGET_GB, or what this machine has if it has the GPU.
+        """
+        if not (dry_job.offloaded_bytes or dry_job.evaluation_host_bytes):
+            return True
+        budget_gb = dry_job.job.cfg.MEMFIT.HOST.BUDGET_GB
+        if budget_gb is None and not torch.cuda.is_available():
+            return True
+        available = available_host_bytes() if budget_gb is None else budget_gb * GB
+        return dry_job.host_bytes <= available / dry_job.job.ranks
+
+    def _dry_job(self, rung: Rung) -> tuple[Rung, DryJob]:
+        """The job on a rung, and the rung without techniques with which it does not run."""
+        if rung not in self._known:
+            start = self._start
+            job = start.job.with_settings(self._settings(rung))
+            dry_job = DryJob(job, start.device, start.evaluates, partial(self._say, rung))
+            try:
+                dry_job.whole(1) if self._least_images(rung.names) == 1 else dry_job.run(2)
+                self._known[rung] = rung, dry_job
+            except MemfitError as e:
+                names: tuple[str, ...] = ()
+                for name in rung.names[:-1]:
+                    more = _named((*names, name), rung.blocks)
+                    names += (name,) if self._dry_job(more)[0] == more else ()
+                alone = _named((*names, rung.names[-1]), rung.blocks)
+                if alone == rung and (names or e.__cause__ is not None):  # else it says no itself
+                    self._leave_out(f"{', '.join(rung.names)}: left out, {e}")
+                elif alone != rung:
+                    names = self._dry_job(alone)[0].names
+                self._known[rung] = self._dry_job(_named(names, rung.blocks))
+        return self._known[rung]
+
+    def _say(self, rung: Rung, line: str) -> None:
+        self._progress(", ".join([line, *rung.names]))
+
+    def _leave_out(self, line: str) -> None:
+        if line not in self.left_out:
+            self.left_out.append(line)
+            self._progress(line)
+
+    def _most_images(self, rung: Rung) -> Optional[int]:
+        """The largest micro-batch that fits; None if none does."""
+        window, most = self._start.job.geometry.window, self._start.num_images
+        least = self._least_images(rung.names)
+        # The smallest for each number of micro-batches in an iteration.
+        sizes = {-(-window // number) for number in range(1, window + 1)}
+        sizes = {min(max(size, least), most) for size in sizes}
+        return next((n for n in sorted(sizes, reverse=True) if self._fits(rung, n)), None)
+
+    def _least_images(self, names: Sequence[str]) -> int:
+        """Smaller micro-batches change the statistics of BatchNorm that is trained."""
+        if self._trains_batch_norm:
+            return 1 if _MICRO_BATCH in names else self._start.num_images
+        return 1 if "exact" in self._tiers else self._start.num_images
+
+    def _has(self, *kinds: type) -> bool:
+        """Whether the model has a module of these classes that trains."""
+        modules = self._start.session.model.modules()
+        return any(isinstance(m, kinds) and m.training for m in modules)
+
+    @cached_property
+    def _trains_batch_norm(self) -> bool:
+        return self._has(BatchNorm)
+
+    @property
+    def _checkpointed(self) -> tuple[str, ...]:
+        """Patterns of the blocks that the job recomputes as it is."""
+        return tuple(self._start.job.cfg.MEMFIT.CHECKPOINT.MODULES)
+
+    def _without_what_can_go(self, rung: Rung, lead: tuple[str, ...], least: int) -> Rung:
+        """Drop exact techniques that are not needed, the most costly first."""
+        kept = {*lead, _OFFLOAD, *([] if _OFFLOAD in rung.names else [_CHECKPOINT])}
+        others = [name for name in rung.names if name not in kept]
+        for dropped in [others[:1] and others, *([name] for name in reversed(others))]:
+            names = tuple(name for name in rung.names if name not in dropped)
+            if names != rung.names and self._fits(_named(names, rung.blocks), least):
+                rung = _named(names, rung.blocks)
+        return rung
+
+    def _with_fewer_blocks(self, rung: Rung, before: tuple[str, ...], least: int) -> Rung:
+        """The fewest blocks with which the job fits, those first that save most for their work.
+
+        Args:
+            before: the blocks of the level before, which are not enough.
+        """
+        names = tuple(name for name in rung.names if name != _CHECKPOINT)
+        _, dry_job = self._dry_job(_named((*names, _CHECKPOINT), before) if before else Rung(names))
+        before = before or self._checkpointed
+        blocks = {*blocks_of(self._start.session.model, rung.blocks[0])}
+        few = min(least, 3)
+        saved, work = _saved_by_blocks(dry_job.whole(few) if least == few else dry_job.run(few))
+        order = sorted(saved.keys() & blocks, key=lambda name: -saved[name] / max(work[name], 1))
+        too_much = dry_job.budget_bytes(dry_job.use(least)) - self._budget_gb * GB
+        for i in range(1, len(order)):
+            if sum(saved[name] for name in order[:i]) * least / few >= too_much:
+                chosen = rung._replace(blocks=(*before, *sorted(order[:i], key=[*saved].index)))
+                if self._fits(chosen, least):
+                    return chosen
+        return rung
+
+    def _settings(self, rung: Rung) -> dict[str, Any]:
+        """The config keys of a rung and their values."""
+        settings: dict[str, Any] = {}
+        job = self._start.job
+        for name in rung.names:
+            if name != _MICRO_BATCH:
+                of_technique = get_technique(name).enabling_settings(job.cfg)
+                if name == _CHECKPOINT and rung.blocks:
+                    of_technique = {_BLOCKS: [*rung.blocks]}
+                settings.update(of_technique)
+                job = job.with_settings(of_technique)
+        return settings
+
+    def _is_usable(self, name: str) -> bool:
+        """Whether a technique can be turned on here, according to its settings."""
+        technique, device, job = get_technique(name), self._start.device, self._start.job
+        if (technique.gpu_only and not device.is_gpu) or technique.min_ranks > job.ranks:
+            return False
+        if technique.uses_float16 and device.float16_fails:
+            card = device.description
+            self._leave_out(f"{name}: left out, float16 is known to fail on {card}")
+            return False
+        if technique.uses_float16 and not (device.is_gpu or has_kernels_for_bfloat16()):
+            self._leave_out(f"{name}: left out, PyTorch has no fast 16 bits on this CPU")
+            return False
+        try:
+            return job.with_settings(technique.enabling_settings(job.cfg)).cfg != job.cfg
+        except MemfitError as e:
+            self._progress(f"{name} is left out: {e}")
+            return False
+
+    def plan(self, probe: bool = False, counts_objects: bool = False) -> Plan:
+        """Make the plan.
+
+        Args:
+            probe: whether to measure it on this machine's GPU.
+            counts_objects: whether to tell how many objects fit.
+        """
+        found = self.search()
+        rung, num_images = found or self._smallest()
+        rung, dry_job = self._dry_job(rung)
+        if num_images < self._start.num_images:
+            dry_job = dry_job.with_images(num_images)
+        dry_job.probe() if probe else dry_job.whole()
+        budget = self._budget_gb * GB
+        least = max(dry_job.budget_bytes(use) for use in dry_job.uses())
+        fits = found is not None and least <= budget
+        must_allow: Sequence[str] = ()
+        if not fits:
+            must_allow = next(filter(self._would_fit, self._more_tiers()), ())
+        steps = self._steps(rung, num_images)
+        settings = {key: value for step in steps for key, value in step.settings.items()}
+        settings["MEMFIT.BUDGET_GB"] = self._budget_gb
+        if self._start.job.ranks == 1 or not self._has(nn.SyncBatchNorm, NaiveSyncBatchNorm):
+            settings["MEMFIT.OOM.POLICY"] = "split"  # recovery cannot have both
+        if offloaded_gb := round(dry_job.offloaded_bytes / GB, 3):
+            settings["MEMFIT.PLAN.OFFLOADED_GB"] = offloaded_gb
+        objects = dry_job.objects_that_fit(self._budget_gb) if counts_objects and fits else None
+        is_of_work = not {_OFFLOAD} & {*rung.names} and all(s.tier != "precision" for s in steps)
+        return Plan(
+            budget_gb=self._budget_gb,
+            margin=1 - dry_job.margin.limit_bytes(budget) / budget,
+            fits=fits,
+            steps=steps,
+            settings=settings,
+            before=self._start.estimate(with_range=False),
+            estimate=replace(dry_job.estimate(), objects_that_fit=objects),
+            time_factor=dry_job.flops() / self._start.flops() if is_of_work else None,
+            smallest_budget_gb=None if fits else math.ceil(100 * least / GB) / 100,
+            must_allow=tuple(must_allow),
+            obstacle="" if fits else self._obstacle(dry_job, num_images),
+            evaluation_decides=dry_job.evaluation_decides,
+            left_out=tuple(self.left_out),
+        )
+
+    def _smallest(self) -> tuple[Rung, int]:
+        """The rung with all that may change, and the smallest micro-batch."""
+        lead = self._leads()[-1]
+        return self._dry_job(self._levels(lead)[-1])[0], self._least_images(lead)
+
+    def _would_fit(self, tiers: Sequence[str]) -> bool:
+        other = copy(self)
+        other._tiers = tiers
+        return other._fits(*other._smallest())
+
+    def _more_tiers(self) -> list[tuple[str, ...]]:
+        """Further tiers that could be allowed, in the order of harm."""
+        return [TIERS[:i] for i in range(1, len(TIERS) + 1) if not {*TIERS[:i]} <= {*self._tiers}]
+
+    def _steps(self, rung: Rung, num_images: int) -> tuple[PlanStep, ...]:
+        steps = []
+        if num_images < self._start.num_images:
+            tier, what = "exact", ""
+            if self._trains_batch_norm:
+                tier, what = "recipe", "the images in BatchNorm's statistics"
+            steps.append(PlanStep(_MICRO_BATCH, tier, {"MEMFIT.MICRO_BATCH": num_images}, what))
+        known: dict[str, Any] = {}
+        names = [name for name in rung.names if name != _MICRO_BATCH]
+        for i, name in enumerate(names):
+            now = self._settings(rung._replace(names=tuple(names[: i + 1])))
+            new = {k: v for k, v in now.items() if k not in known or known[k] != v}
+            technique = get_technique(name)
+            steps.append(PlanStep(name, technique.tier, new, technique.changes))
+            known = now
+        return tuple(steps)
+
+    def _obstacle(self, dry_job: DryJob, num_images: int) -> str:
+        """A line about what stands in the way, and what would change it."""
+        use = dry_job.use(num_images)
+        gb = use.total_bytes / GB
+        if self._trains_batch_norm and num_images > 1:
+            one = dry_job.use(1).total_bytes / GB
+            return (
+                f"BatchNorm is trained: the {num_images} images of one GPU cannot be split, and "
+                f"need {gb:.2f} GB. One image on each of {num_images} GPUs needs {one:.2f} GB"
+            )
+        if dry_job.evaluation_decides:
+            return "Evaluation of one image takes more memory than training"
+        owner, num_bytes = use.breakdown.most_common(1)[0]
+        images = "one image needs" if num_images == 1 else f"{num_images} images need"
+        return (
+            f"With all that may change, {images} {gb:.2f} GB. The largest part: {owner} "
+            f"{num_bytes / GB:.2f} GB"
+        )
+
+
+def _named(names: Iterable[str], blocks: tuple[str, ...]) -> Rung:
+    """A rung with these techniques; its blocks, if it has checkpointing."""
+    names = tuple(names)
+    return Rung(names, blocks if _CHECKPOINT in names else ())
+
+
+def _matters_in_evaluation(name: str) -> bool:
+    if name == _MICRO_BATCH:
+        return False
+    technique = get_technique(name)
+    return technique.tier == "recipe" or technique.in_evaluation
+
+
+def _saved_by_blocks(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
+    """Bytes at the peak that recomputing each block would save, and its operations."""
+    at_peak = timeline.alive_at_peak()
+    saved: Counter[str] = Counter()
+    work: Counter[str] = Counter()
+    names = {call.name for call in timeline.calls}
+    for call in timeline.calls:
+        if any(name.startswith(f"{call.name}.") for name in names):
+            continue  # a stage, whose blocks are there, too
+        made = (e.allocation for e in timeline.events[call.begin : call.end] if type(e) is Allocate)
+        kept = (a for a in made if a in at_peak and a not in call.outputs)
+        saved[call.name] += sum(a.num_bytes for a in kept)
+        work[call.name] += sum(op.flops * n for op, n in call.work.all_operators.items())
+    return +saved, work

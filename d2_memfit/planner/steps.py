@@ -1,0 +1,283 @@
+# Copyright (c) the d2_memfit developers.
+"""Dry runs of training steps and of an image's evaluation, all with one model and optimizer."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Callable, Optional
+
+import torch
+from detectron2 import layers
+from detectron2.layers import mask_ops
+from detectron2.utils.events import EventStorage
+from torch import nn
+from torch.optim import Optimizer
+
+from ..common.patching import Groups, source_files
+from ..common.side_work import alone, no_information, unchanged_random_state
+from ..config.precision import Precision
+from ..job import Job, LossFn, copy_of, is_image, losses_of, tensors_of
+from ..memory import TensorMeter
+from ..techniques import ready_to_evaluate
+from .dry_run import (
+    Allocate,
+    DryRun,
+    Timeline,
+    WithoutValues,
+    detect_most,
+    make_fake,
+    noted_calls,
+    parts_with_roi_heads,
+    worst_case,
+)
+from .stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu, fast_matching
+
+__all__ = ["Session", "build", "build_with_values", "infer", "iterate"]
+
+_LARGE_BYTES = 2**20  # larger images are made fake
+
+
+class Session:
+    """A job's model and optimizer without values, after their first iteration.
+
+    They are built once. Each dry run is of one batch; it leaves them as it found them.
+
+    Args:
+        job: the job.
+        like_gpu: whether device-dependent code runs as on a GPU, or as on a CPU.
+        foreach: whether the optimizer steps on all parameters at once, unless the job says so.
+
+    Attributes:
+        model: the model, with the job's techniques.
+        gradient_bytes: bytes of all gradients.
+        has_roi_heads: whether the model samples proposals.
+        images: number of images in each dry run of a training step.
+    """
+
+    def __init__(self, job: Job, like_gpu: bool = True, foreach: bool = True) -> None:
+        self.images: list[int] = []
+        self._job, self._like_gpu = job, like_gpu
+        with self._started():
+            with WithoutValues():
+                self.model, self._optimizer = build_with_values(job, "cpu")
+            if foreach:
+                _use_foreach(self._optimizer)
+            with ready_to_evaluate(self.model, job.cfg, announce=False):
+                pass  # raises if a technique does not work with the model
+            self.has_roi_heads = bool(parts_with_roi_heads(self.model))
+            self._run = DryRun(self.model, self._optimizer)
+            self._trained = [p for p in self.model.parameters() if p.requires_grad]
+            self.gradient_bytes = sum(p.nbytes for p in self._trained)
+            with self._run:
+                if job.ranks > 1:
+                    numbers = sum(map(torch.numel, self._trained))
+                    self._buckets = make_fake(torch.empty(numbers))
+                    self._run.own("DDP buckets", self._buckets)
+                self._make_gradients()
+                self._optimizer.step()
+        self._forget_what_is_gone()
+
+    def train(self, *micro_batches: Any, accumulates: bool = False) -> Timeline:
+        """Make a dry run of an iteration in which optimizer states and DDP's buckets exist.
+
+        Args:
+            micro_batches: the micro-batches of one iteration.
+            accumulates: whether gradients of earlier micro-batches exist.
+        """
+        precision = self._job.precision("cpu")
+        micro_batches = copy_of(micro_batches)  # a caller's would stay on the device
+        scripted = _not_optimised(self.model, precision.dtype)
+        timeline = self._train(micro_batches, precision, accumulates)
+        if scripted:
+            _optimised.update(scripted)
+            timeline = self._train(micro_batches, precision, accumulates)
+        return timeline
+
+    def _train(
+        self, micro_batches: Sequence[Any], precision: Precision, accumulates: bool
+    ) -> Timeline:
+        self.images += map(len, micro_batches)
+        casts = casts_of_cuda() if self._like_gpu else ()
+        with self._running(micro_batches, casts) as run, noted_calls(self.model, run):
+            self.model.train()
+            if not accumulates:
+                self.model.zero_grad(set_to_none=True)
+            note, loss_fn = run.timeline.notes.append, self._job.parts.loss_fn
+            for phase in iterate(
+                self.model, self._optimizer, precision, micro_batches, loss_fn, note
+            ):
+                run.phase = phase
+        return self._forget_what_is_gone()
+
+    def evaluate(self, batch: Any) -> Timeline:
+        """Make a dry run of an evaluation between two training iterations."""
+        batch = copy_of(batch)
+        groups = [layers, mask_ops], {"paste_masks_in_image": _paste_like_gpu}
+        with self._running([batch], [groups] if self._like_gpu else []) as run:
+            run.phase = "evaluation"
+            run.counts = "device" if self._like_gpu else "both"
+            with TensorMeter() as host:
+                host.counts = "host"
+                infer(self.model, self._job, batch, run.timeline.notes.append)
+            run.timeline.host_bytes = host.peak_bytes if self._like_gpu else 0
+            run.counts = "device"
+        return self._forget_what_is_gone()
+
+    @contextmanager
+    def _started(self, stand_ins: Groups = ()) -> Iterator[None]:
+        last = EventStorage(self._job.cfg.SOLVER.MAX_ITER - 1)  # a burn-in is over by then
+        with _as_on_gpu(stand_ins), no_information(), last:
+            torch.default_generator.manual_seed(0)  # and no generator of a GPU
+            yield
+
+    @contextmanager
+    def _running(self, micro_batches: Sequence[Any], stand_ins: Groups) -> Iterator[DryRun]:
+        """A dry run whose inputs are on the device. Gradients exist before and after it."""
+        self._forget_what_is_gone()
+        inputs = tensors_of(micro_batches)
+        with self._started(stand_ins), self._run as run, fast_matching(self.model, run):
+            run.phase = "setup"
+            make_fake([t for t in inputs if t.nbytes >= _LARGE_BYTES and is_image(t)])
+            run.own("inputs", inputs)
+            try:
+                yield run
+            finally:
+                run.phase = "setup"
+                self._make_gradients()
+
+    def _make_gradients(self) -> None:
+        for p in self._trained:
+            p.grad = make_fake(torch.zeros_like(p))
+            self._run.own("gradients", p.grad)
+
+    def _forget_what_is_gone(self) -> Timeline:
+        """Begin a timeline with what is left of the one before, which is returned."""
+        before = self._run.timeline
+        left = Timeline(before.events)
+        left.forget_what_is_gone()
+        left.events = [event for event in left.events if isinstance(event, Allocate)]
+        self._run.timeline = left
+        return before
+
+
+def _not_optimised(model: nn.Module, dtype: torch.dtype) -> set[Any]:
+    """TorchScript functions in a model's files that no dry run has called.
+
+    PyTorch optimises them after their first call, once for each number format of autocast. So the
+    first call has other operators.
+    """
+    values = [value for file in source_files(model.modules()) for value in vars(file).values()]
+    scripted = [value for value in values if isinstance(value, torch.jit.ScriptFunction)]
+    return {(function, dtype) for function in scripted} - _optimised
+
+
+_optimised: set[Any] = set()
+
+
+def iterate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    precision: Precision,
+    micro_batches: Sequence[Any],
+    loss_fn: Optional[LossFn] = None,
+    note: Callable[[str], None] = lambda line: None,
+) -> Iterator[str]:
+    """Run an iteration with the most proposals possible; yield each phase before it begins.
+
+    Args:
+        note: called with a line about each part that may be larger in a real batch.
+    """
+    for batch in micro_batches:
+        yield "forward"
+        with worst_case(model, note), precision.autocast():
+            loss: Any = sum(losses_of(model, batch, loss_fn).values())
+        yield "backward"
+        precision.backward(loss * (1 / len(micro_batches)))
+        del loss
+    yield "optimizer"
+    precision.step(optimizer)
+
+
+def infer(
+    model: nn.Module, job: Job, batch: Any, note: Callable[[str], None] = lambda line: None
+) -> None:
+    """Run an evaluation's forward with the most proposals and detections possible."""
+    model.eval()
+    ready = ready_to_evaluate(model, job.cfg, announce=False)
+    with torch.no_grad(), ready, worst_case(model, note):
+        detect_most(model, batch, note)
+
+
+def build(job: Job) -> tuple[nn.Module, Optimizer]:
+    """Build model and optimizer with the job's techniques, on the CPU and without values.
+
+    Raises:
+        ConfigError: a technique does not work with them.
+    """
+    with _as_on_gpu(), WithoutValues():
+        model, optimizer = build_with_values(job, "cpu")
+        with ready_to_evaluate(model, job.cfg, announce=False):
+            return model, optimizer
+
+
+def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
+    """Build model and optimizer on a device, the optimizer with one rank's share."""
+    model = job.build_model(device, announce=False).train()  # as trainers do
+    without_zero = job.with_settings({"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
+    optimizer = without_zero.build_optimizer(model, announce=False)
+    if job.cfg.MEMFIT.OPTIMIZER.ZERO:
+        _keep_share(optimizer, job.ranks)
+    return model, optimizer
+
+
+@contextmanager
+def _as_on_gpu(stand_ins: Groups = ()) -> Iterator[None]:
+    """Run the code for a GPU, in one thread: little is computed, so more threads do not help."""
+    num_threads = torch.get_num_threads()
+    with alone(), cuda_as_cpu(compiled_operators(), stand_ins), unchanged_random_state():
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+
+
+def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
+    """Keep only one rank's parameters, distributed as by ``ZeroRedundancyOptimizer``.
+
+    The largest come first, each to the rank with the smallest share.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    shares: list[list[nn.Parameter]] = [[] for _ in range(num_ranks)]
+    for p in sorted(parameters, key=torch.numel, reverse=True):
+        min(shares, key=lambda share: sum(map(torch.numel, share))).append(p)
+    kept = {id(p) for p in max(shares, key=lambda share: sum(map(torch.numel, share)))}
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+
+
+def _use_foreach(optimizer: Optimizer) -> None:
+    """Step on all parameters at once, as PyTorch does for parameters on a GPU."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement of Detectron2's ``paste_masks_in_image``, whose path depends on the device."""
+
+    def paste_masks_in_image(
+        masks: torch.Tensor, boxes: Any, image_shape: tuple[int, int], threshold: float = 0.5
+    ) -> torch.Tensor:
+        num, (height, width) = len(masks), image_shape
+        result = make_fake(torch.empty(num, height, width, dtype=torch.bool))
+        bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
+        num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
+        for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
+            grid = make_fake(torch.empty(len(chunk), height, width, 2)).to(masks.dtype)
+            pasted = nn.functional.grid_sample(masks[chunk, None], grid, align_corners=False)
+            del grid
+            result[chunk] = pasted[:, 0] >= threshold
+        return result
+
+    return paste_masks_in_image

@@ -1,0 +1,259 @@
+# Copyright (c) the d2_memfit developers.
+"""Estimates and plans as text: the answer in a few lines, and all details."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Optional
+
+from tabulate import tabulate
+
+from .estimate import MOST_OBJECTS, MemoryEstimate
+from .plan import Plan, PlanStep
+
+__all__ = [
+    "answer_of_estimate",
+    "answer_of_plan",
+    "describe_batch",
+    "describe_estimate",
+    "describe_plan",
+    "describe_settings",
+    "first_of",
+    "why_it_does_not_fit",
+]
+
+_EVALUATION_DECIDES = (
+    "Evaluation takes more memory than training here. To plan for training alone: --training-only, "
+    "or DATASETS.TEST ()"
+)
+_MOST_STEPS = 3  # lines
+_WIDTH = 100  # of a line about what is assumed
+_WIDTH_OF_KEYS = 200  # of a line with keys, which are copied
+_LARGEST = 3  # owners at the peak
+_MUCH = 1.01  # times the work of an iteration, from which on a plan says so
+
+
+def answer_of_estimate(
+    e: MemoryEstimate, budget_gb: Optional[float] = None, fits: bool = True
+) -> str:
+    """The answer to the command estimate, with a verdict if the job has a budget."""
+    verdict = f"Needs {_at_least(e)}{e.device_total_gb:.1f} GB of {_each(e)}"
+    if budget_gb is not None:
+        does = "Fits" if fits else "Does not fit"
+        needs = f"needs {_at_least(e)}{e.device_total_gb:.2f} GB of {_each(e)}"
+        verdict = f"{does}: {needs}, and the budget is {budget_gb:.4g} GB with its headroom"
+    evaluation = "" if e.evaluation_gb is None else f", {e.evaluation_gb:.1f} in evaluation"
+    if e.evaluation_host_gb:
+        evaluation += f" with {e.evaluation_host_gb:.1f} of the host for masks as large as the file"
+    largest = [f"{owner.replace(': ', ' of ')} {gb:.1f}" for owner, gb in e.breakdown.items()]
+    objects = "" if e.num_instances is None else f", with {e.num_instances} objects at most"
+    height, width = e.image_size
+    lines = [
+        f"{verdict}. {_range(e)}",
+        f"The largest micro-batch: {e.micro_batch_size} image{'s' * (e.micro_batch_size != 1)} "
+        f"of {height} x {width} pixels{objects}",
+        f"PyTorch allocates {e.peak_allocated_gb:.1f} GB in training{evaluation}. The largest "
+        f"parts: {', '.join(largest[:_LARGEST])} GB",
+        _objects(e),
+        *_unknown(e),
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def answer_of_plan(plan: Plan) -> str:
+    """The answer to the command plan, what is most important first."""
+    e, before_gb = plan.estimate, plan.before.device_total_gb
+    if not plan.fits:
+        lines = [
+            f"Does not fit: with all that may change, the job needs a budget of {_at_least(e)}"
+            f"{plan.smallest_budget_gb:.2f} GB, not {plan.budget_gb:.4g} GB",
+            f"In the way: {plan.obstacle}",
+        ]
+        if plan.must_allow:
+            lines.append(f"It fits if more may change: --allow {','.join(plan.must_allow)}")
+    else:
+        fits = f"Fits: {_at_least(e)}{e.device_total_gb:.1f} of {plan.budget_gb:.4g} GB"
+        how = f"{_gradients(plan.steps)}{_slower(plan)}" if plan.steps else "without a change"
+        lines = [f"{fits}, {how}"]
+        if plan.steps:
+            headroom = f", and headroom takes {plan.budget_gb * plan.margin:.2f} of the budget"
+            lines.append(
+                f"Without the plan: {before_gb:.1f} GB{headroom * (before_gb <= plan.budget_gb)}"
+            )
+        lines += _changes(plan.steps)
+        lines += [_no_room(plan)] if e.at_least else []
+    lines += [_EVALUATION_DECIDES] if plan.evaluation_decides else []
+    return "\n".join(filter(None, [*lines, _objects(e), *_unknown(e)]))
+
+
+def describe_estimate(e: MemoryEstimate) -> str:
+    """All that is known of an estimate."""
+    unit = ("process", "processes") if e.expandable_segments is None else ("GPU", "GPUs")
+    kind = "expandable" if e.expandable_segments else "PyTorch's default"
+    segments = "" if e.expandable_segments is None else f"Segments of the allocator: {kind}"
+    totals = {
+        "peak allocated": e.peak_allocated_gb,
+        "peak reserved": e.peak_reserved_gb,
+        "evaluation, peak allocated": e.evaluation_gb,
+        "evaluation, on the host": e.evaluation_host_gb or None,
+        "of the device, with its context": e.device_total_gb,
+    }
+    lines = [
+        f"{e.device}, {e.num_gpus} {unit[e.num_gpus > 1]}",
+        e.from_run,
+        *describe_batch(e),
+        segments,
+        f"Host: {e.num_workers} loader workers on each rank, about {e.host_gb:.1f} GB of RAM"
+        + (f", {e.offloaded_gb:.1f} of it for the offload" if e.offloaded_gb else ""),
+    ]
+    tables = [
+        (totals, "", "GB, at least" if e.at_least else "GB, worst case"),
+        (e.breakdown, "at the peak in training", "GB"),
+        (e.outside, "in addition to peak allocated", "GB"),
+    ]
+    rows = [
+        _table([row for row in values.items() if row[1] is not None], [title, unit])
+        for values, title, unit in tables
+    ]
+    return "\n\n".join(["\n".join(filter(None, lines)), *rows])
+
+
+def describe_batch(e: MemoryEstimate) -> list[str]:
+    """Lines about the largest batch, its unknowns, and the range of the estimate."""
+    objects = "" if e.num_instances is None else f", {e.num_instances} objects in the most crowded"
+    height, width = e.image_size
+    low, high = e.range_gb
+    typical = "" if e.typical_gb is None else f". Typical: {e.typical_gb:.2f} GB"
+    lines = [
+        f"Each iteration: {e.images_per_gpu * e.accumulation_steps} images per "
+        f"{_each(e).split()[-1]}, in micro-batches of {e.micro_batch_size}",
+        f"The largest images: {height} x {width} pixels{objects}",
+        *(f"Assumed: {line}" for line in e.assumptions),
+        *(f"At least: {line}" for line in e.at_least),
+        f"Range: {low:.2f} to {high:.2f} GB allocated in training{typical}",
+        *(f"It is wider because {line}" for line in e.wider),
+        _objects(e),
+    ]
+    return [*filter(None, lines)]
+
+
+def describe_plan(plan: Plan) -> str:
+    """All that is known of a plan."""
+    e = plan.estimate
+    rows = [[s.name, s.tier, describe_settings(s.settings)] for s in plan.steps]
+    time = (
+        "" if plan.time_factor is None else f"Operations of an iteration: x {plan.time_factor:.2f}"
+    )
+    lines = [
+        *([why_it_does_not_fit(plan)] if not plan.fits else []),
+        *([_no_room(plan)] if plan.fits and e.at_least else []),
+        f"Budget: {plan.budget_gb:.4g} GB, with {plan.margin:.0%} headroom. The job needs "
+        f"{_at_least(e)}{e.device_total_gb:.2f} GB; without the plan, "
+        f"{plan.before.device_total_gb:.2f} GB",
+        f"SOLVER.IMS_PER_BATCH {e.images_per_gpu * e.num_gpus} x SOLVER.ACCUMULATION_STEPS "
+        f"{e.accumulation_steps}, as before",
+        time,
+        _EVALUATION_DECIDES if plan.evaluation_decides and plan.fits else "",
+        *map(_harm, plan.steps),
+        *plan.left_out,
+    ]
+    table = [_table(rows, ["step", "tier", "settings"])] if rows else []
+    return "\n\n".join(["\n".join(filter(None, lines)), *table, describe_estimate(e)])
+
+
+def why_it_does_not_fit(plan: Plan) -> str:
+    """A line for an error."""
+    tiers = ", ".join(plan.must_allow)
+    unless = f", unless MEMFIT.PLAN.ALLOW is {tiers}" if tiers else ""
+    decides = f". {_EVALUATION_DECIDES}" if plan.evaluation_decides else ""
+    return (
+        f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. The smallest budget is "
+        f"{_at_least(plan.estimate)}{plan.smallest_budget_gb:.2f} GB{unless}. {plan.obstacle}"
+        f"{decides}"
+    )
+
+
+def describe_settings(settings: dict[str, Any]) -> str:
+    """Config keys and values in a line."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
+
+
+def first_of(lines: Sequence[str], width: int = _WIDTH) -> str:
+    """The first of some lines, with the number of the others."""
+    more = f" (and {len(lines) - 1} more)" if lines[1:] else ""
+    return _shortened(lines[0], width) + more
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 4].rstrip() + " ..."
+
+
+def _at_least(e: MemoryEstimate) -> str:
+    return "at least " if e.at_least else ""
+
+
+def _each(e: MemoryEstimate) -> str:
+    return "a process" if e.expandable_segments is None else "each GPU"
+
+
+def _range(e: MemoryEstimate) -> str:
+    low, high = e.device_range_gb
+    because = f", because {first_of(e.wider)}" if e.wider else ""
+    return f"Its range: {low:.1f} to {high:.1f} GB{because}"
+
+
+def _objects(e: MemoryEstimate) -> str:
+    if e.objects_that_fit is None:
+        return ""
+    more = " or more" * (e.objects_that_fit >= MOST_OBJECTS)
+    return f"Objects that fit in each image: about {e.objects_that_fit:,}{more}"
+
+
+def _unknown(e: MemoryEstimate) -> list[str]:
+    """At most two lines, about what is not known and what is assumed in its place."""
+    named = (("At least", e.at_least), ("Assumed", e.assumptions))
+    return [f"{what}: {first_of(lines)}" for what, lines in named if lines]
+
+
+def _gradients(steps: Sequence[PlanStep]) -> str:
+    """What happens to the gradients, in the words of the most harmful step."""
+    tiers = {step.tier for step in steps}
+    if "recipe" in tiers:
+        return "another recipe"
+    return "other number formats" if "precision" in tiers else "exact gradients"
+
+
+def _slower(plan: Plan) -> str:
+    factor = plan.time_factor
+    return f", time x {factor:.2f}" if factor is not None and factor > _MUCH else ""
+
+
+def _changes(steps: Sequence[PlanStep]) -> list[str]:
+    """A line for each step with its keys, and one about what the least exact step changes."""
+    shown = steps if len(steps) <= _MOST_STEPS else steps[: _MOST_STEPS - 1]
+    lines = [
+        f"  {_shortened(describe_settings(step.settings), _WIDTH_OF_KEYS)}  ({step.name})"
+        for step in shown
+    ]
+    more = steps[len(shown) :]
+    if more:
+        lines.append(f"  and {len(more)} more: {', '.join(step.name for step in more)}")
+    return [*lines, *[*filter(None, map(_harm, steps))][-1:]]
+
+
+def _harm(step: PlanStep) -> str:
+    """A line about what a step changes in training; "" if it changes nothing."""
+    ending = "" if step.name.endswith("batches") else "s"
+    return f"{step.name} change{ending} {step.what}" if step.what else ""
+
+
+def _no_room(plan: Plan) -> str:
+    """A line about a plan with parts whose largest size is not known."""
+    recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
+    what = "images that need more run again in smaller pieces" if recovers else "the run ends"
+    return (
+        "The plan has no headroom for what is not known: see the lines that begin with At least. "
+        f"If that does not fit, {what}"
+    )
+
+
+def _table(rows: Iterable[Sequence[Any]], header: list[str]) -> str:
+    return tabulate(rows, header, tablefmt="pipe", floatfmt=".2f")

@@ -1,0 +1,111 @@
+# Copyright (c) the d2_memfit developers.
+"""Estimates from few dry runs: lines, ranges, headroom, objects."""
+
+from dataclasses import replace
+
+import pytest
+from benchmarks.detr_like import add_detr_config
+from tiny import images, tiny_cfg
+
+from d2_memfit import Job, estimate_memory
+from d2_memfit.config.load import load_cfg
+from d2_memfit.job import WorstCase
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimate import MOST_OBJECTS, DryJob, margin_of
+
+GB, MB = 2**30, 2**20
+CUDA, CPU = DeviceModel.load("cuda"), DeviceModel.load("cpu")
+MEASURED = {"context_is_measured": True, "tensors_are_measured": True}
+
+
+def dry_job(cfg, num_images, **batch):
+    cfg.SOLVER.IMS_PER_BATCH = num_images
+    return DryJob(Job.from_cfg(cfg, 1, **batch), CUDA, evaluates=False)
+
+
+def crowded_cfg(family="mask_rcnn"):
+    """A DETR whose memory depends on objects."""
+    cfg = tiny_cfg(family)
+    add_detr_config(cfg)
+    cfg.MODEL.META_ARCHITECTURE, cfg.INPUT.MASK_FORMAT = "SmallDetr", "bitmask"
+    cfg.MODEL.DETR.NUM_OBJECT_QUERIES = 400
+    return cfg
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mask_rcnn", "retinanet", "crowded"])
+def test_more_images_are_on_lines_through_2_and_3(name):
+    """To a thousandth, with the phase that decides, and with gradients of earlier ones."""
+    cfg = crowded_cfg() if name == "crowded" else tiny_cfg(name, fpn=name == "mask_rcnn")
+    job = dry_job(cfg, 9, batch=WorstCase((320, 480), 10))
+    for num_images in (9, 6):
+        expected = job.expected_use(num_images)
+        job.whole(num_images)
+        use = job.use(num_images)
+        assert expected.allocated_bytes == pytest.approx(use.allocated_bytes, rel=0.001)
+        assert expected.total_bytes == pytest.approx(use.total_bytes, rel=0.05)
+        assert sum(expected.breakdown.values()) == pytest.approx(use.allocated_bytes, rel=0.01)
+
+
+def test_images_of_a_user_that_differ_are_all_run():
+    batch = [*images(3, size=64), *images(1, size=128)]
+    job = dry_job(tiny_cfg("proposal_network", fpn=False), 4, batch=batch)
+    largest = dry_job(tiny_cfg("proposal_network", fpn=False), 4, batch=images(4, size=128))
+    assert job.use().allocated_bytes > 0.9 * largest.use().allocated_bytes
+    assert job.expected_use(4) == job.use()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("device", [CUDA, CPU, replace(CUDA, **MEASURED), DeviceModel.load("h100")])
+def test_the_headroom_is_what_other_software_and_another_context_may_add(device, ranks):
+    job = Job.from_cfg(load_cfg("COCO-Detection/retinanet_R_50_FPN_1x.yaml"), ranks)
+    margin = margin_of(job, device)
+    limit = margin.limit_bytes(6 * GB)
+    assert margin.budget_bytes(limit) == pytest.approx(6 * GB, abs=4)
+    tensors = limit - sum(device.outside_bytes(ranks).values())
+    share = 0.06 if device.is_gpu and not device.tensors_are_measured else 0.02
+    context = 0 if device.tensors_are_measured else (140 if not device.is_gpu else 206) * MB
+    if device.name != "h100":
+        assert 6 * GB - limit == pytest.approx(share * tensors + context, abs=MB)
+
+
+def test_a_share_by_hand_is_of_the_budget():
+    cfg = load_cfg("COCO-Detection/retinanet_R_50_FPN_1x.yaml", ["MEMFIT.PLAN.MARGIN", 0.1])
+    assert margin_of(Job.from_cfg(cfg, 1), CUDA).limit_bytes(1000) == 900
+
+
+@pytest.mark.slow
+def test_a_range_says_what_makes_it_wider():
+    cfg = tiny_cfg("mask_rcnn", device="cuda")
+    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("nobody_has_it",), ()
+    unknown = estimate_memory(cfg, 1, "cuda")
+    told = estimate_memory(cfg, 1, "cuda", image_size=(64, 64), num_instances=5)
+    assert any("the shape of the images" in line for line in unknown.wider)
+    assert unknown.typical_gb < unknown.peak_allocated_gb
+    assert not any("shape" in line for line in told.wider)
+    assert told.typical_gb is None
+    for e in (unknown, told):
+        low, high = e.range_gb
+        assert low < 0.94 * e.peak_allocated_gb
+        assert high >= 1.0599 * e.peak_allocated_gb
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_images", "own"), [(1, 3), (4, 20)])
+def test_objects_that_fit_are_on_lines_of_an_image(num_images, own):
+    job = dry_job(crowded_cfg(), num_images, num_instances=own)
+    budget_gb = dry_job(crowded_cfg(), num_images, num_instances=200)
+    budget_gb = budget_gb.budget_bytes(budget_gb.use()) / GB
+    assert 150 < job.objects_that_fit(budget_gb) <= 220
+    assert job.objects_that_fit(100) == MOST_OBJECTS
+
+
+def test_what_has_no_objects_has_no_answer():
+    empty = images(1, num_instances=3)[0]["image"]
+    job = dry_job(tiny_cfg("mask_rcnn", fpn=False), 1, batch=[{"image": empty}])
+    assert job.objects_that_fit(6) is None
+
+
+def test_one_object_may_be_too_many():
+    job = dry_job(tiny_cfg("proposal_network", fpn=False), 1, num_instances=3)
+    assert job.objects_that_fit(0.2) == 0

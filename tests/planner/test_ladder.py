@@ -1,0 +1,148 @@
+# Copyright (c) the d2_memfit developers.
+"""More memory is never worse, whatever the dry runs say."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+from tiny import tiny_cfg
+
+from d2_memfit.config.load import load_cfg
+from d2_memfit.job import Job, WorstCase
+from d2_memfit.planner import plan as plan_module
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.plan import Ladder, Rung, techniques_in_plans
+from d2_memfit.techniques import ORDER, TIERS
+
+CUDA = DeviceModel.load("cuda")
+CASE = WorstCase((320, 480), 10)
+R18 = ("MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64)
+BLOCKS = [f"backbone.{i}" for i in range(4)] + [f"head.{i}" for i in range(3)]
+
+
+class Session:
+    """Stands for a model with blocks in its backbone and its head."""
+
+    model = None
+
+
+class Invented:
+    """A job with invented needs, which are above those of no other rung."""
+
+    seed = 0
+    evaluates = evaluation_host_bytes = offloaded_bytes = 0
+    evaluation = None
+    session = Session()
+
+    def __init__(self, job, device, evaluates=True, progress=None):
+        self.job, self.device = job, device
+        self.num_images = job.geometry.largest_micro_batch
+        memfit = job.cfg.MEMFIT
+        self.key = f"{job.cfg.SOLVER.AMP.ENABLED} {memfit.OPTIMIZER} {memfit.CHECKPOINT} "
+        self.key += (
+            f"{memfit.OFFLOAD} {memfit.MATCHING} {memfit.HEADS} {job.cfg.INPUT} {job.cfg.MODEL}"
+        )
+
+    def needs(self, num_images):
+        """More images need more; all else is by chance."""
+        chance = Random(f"{self.seed} {self.key}")
+        return chance.uniform(0, 8) + num_images * chance.uniform(0.1, 2)
+
+    def fits(self, budget_gb, num_images):
+        return self.needs(num_images) <= budget_gb
+
+    def whole(self, num_images):
+        return num_images
+
+    def use(self, num_images):
+        return num_images
+
+    def budget_bytes(self, num_images):
+        return self.needs(num_images) * 2**30
+
+
+@pytest.fixture
+def invented(monkeypatch):
+    monkeypatch.setattr(plan_module, "DryJob", Invented)
+    saved = Counter({name: (i + 1) * 2**28 for i, name in enumerate(BLOCKS)})
+    monkeypatch.setattr(plan_module, "_saved_by_blocks", lambda _: (saved, Counter(BLOCKS)))
+    monkeypatch.setattr(
+        plan_module, "blocks_of", lambda _, what: BLOCKS[: 4 if what == "backbone" else 7]
+    )
+    monkeypatch.setattr(Ladder, "_trains_batch_norm", False)
+    return Invented
+
+
+def harm(found):
+    """Larger for what a user likes less: other tiers first, then work, then smaller batches."""
+    if found is None:
+        return (1,)
+    rung, num_images = found
+    order = [*ORDER[:10], "smaller micro-batches", *ORDER[10:]]
+    names = sorted(map(order.index, rung.names), reverse=True)
+    exact = [i for i in names if i < 8]
+    blocks = rung.blocks
+    if "ActivationOffload" in rung.names:
+        level = 4
+    elif not blocks:
+        level = min(len(exact), 1)
+    else:
+        level = 3 if blocks[0] == "all" or (blocks[0] == "backbone" and blocks[1:]) else 2
+    more = 99 if blocks in (("backbone",), ("all",)) else len(blocks)
+    return (0, [i for i in names if i not in exact], level, exact, more, -num_images)
+
+
+@pytest.mark.parametrize("prefer", ["exact", "speed"])
+@pytest.mark.parametrize("tiers", [("exact",), ("exact", "precision"), TIERS, ("precision",)])
+def test_more_memory_is_never_worse_whatever_a_rung_needs(invented, monkeypatch, tiers, prefer):
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
+    cfg.SOLVER.IMS_PER_BATCH = 8
+    job = Job.from_cfg(cfg, 1, batch=CASE)
+    for seed in range(20):
+        monkeypatch.setattr(invented, "seed", seed)
+        found = found_in(Ladder(Invented(job, CUDA), 1, tiers, prefer), [0.1, *range(1, 26)])
+        assert found[0] == (1,)
+        assert found[-1][0] == 0
+        assert found == sorted(found, reverse=True), (seed, found)
+
+
+def found_in(ladder, budgets_gb):
+    """The harm of what a ladder finds for each budget. Its dry runs are made once."""
+    found = []
+    for ladder._budget_gb in budgets_gb:
+        found.append(harm(ladder.search()))
+    return found
+
+
+R_CNN, RETINANET = "mask_rcnn_R_50_FPN_3x", "COCO-Detection/retinanet_R_50_FPN_1x"
+JOBS = {
+    "mask": (f"COCO-InstanceSegmentation/{R_CNN}", "cuda", []),
+    "retinanet on a cpu": (RETINANET, "cpu", []),
+    "batch norm": (
+        "COCO-Detection/faster_rcnn_R_50_FPN_1x",
+        "rtx_3060",
+        ["MODEL.RESNETS.NORM", "BN"],
+    ),
+    "16 bits": (RETINANET, "rtx_3060", ["SOLVER.AMP.ENABLED", True]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", JOBS)
+def test_more_memory_is_never_worse(name):
+    """With the dry runs of a job, which all budgets share."""
+    config, device, keys = JOBS[name]
+    cfg = load_cfg(config, ["SOLVER.IMS_PER_BATCH", 4, *R18, *keys, "MEMFIT.BUDGET_GB", 9])
+    start = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load(device), evaluates=False)
+    most = start.budget_bytes(start.use()) / 2**30
+    budgets_gb = [0.7 + i * (1.02 * most - 0.7) / 7 for i in range(8)]
+    found = found_in(Ladder(start, most, TIERS), budgets_gb)
+    assert found[0] == (1,)
+    assert found[-1] == harm((Rung(), 4))
+    assert found == sorted(found, reverse=True), found
+
+
+def test_the_order_has_each_technique_of_plans_once():
+    planned = [name for tier in TIERS for name in techniques_in_plans(tier)]
+    assert planned == [*ORDER]
