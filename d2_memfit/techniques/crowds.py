@@ -98,11 +98,11 @@ class _PairwiseIou:
         self, pairwise_iou: Callable[..., torch.Tensor], instances: Boxes, anchors: Boxes, step: int
     ) -> None:
         self.shape = torch.Size([len(instances), len(anchors)])
-        self.compared = instances, anchors
+        self._boxes = instances, anchors
         self._make, self._step = pairwise_iou, step
 
     def _chunks(self) -> Iterator[torch.Tensor]:
-        instances, anchors = self.compared
+        instances, anchors = self._boxes
         for start in range(0, len(anchors), self._step):
             yield self._make(instances, anchors[start : start + self._step])
 
