@@ -108,7 +108,8 @@ def _explain(args: argparse.Namespace) -> None:
         keys = keys_as_yaml(prediction.rebuilt.job, plan) if prediction and plan else ""
         steps = {"as it ran": prediction.dry_job} if prediction else {}
         texts = {"Answer": answer, "Keys": keys, "Next": next_step, "Details": details}
-        _write_page(args, f"A log explained: {told.name}", texts, steps, plan and plan.budget_gb)
+        limit_gb = None if plan is None else plan.budget_gb
+        _write_page(args, f"A log explained: {told.name}", texts, steps, limit_gb)
     if args.json:
         print_text(as_json)
     else:
@@ -124,7 +125,6 @@ def _write_page(
     steps: dict[str, DryJob],
     limit_gb: Optional[float],
 ) -> None:
-
     events = {name: dry_job.device.events(dry_job.training) for name, dry_job in steps.items()}
     write_page(args.html, title, texts, events, limit_gb)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["import_dynamo_later"]
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, dict[str, Any]] = {
     "torch._dynamo": {
         "disable": lambda function, *args, **kwargs: function,
         "graph_break": lambda *args: None,
@@ -36,5 +36,6 @@ class _Later(ModuleType):
 def import_dynamo_later() -> None:
     """Call this before PyTorch is imported, in a process that compiles nothing by itself."""
     for name, functions in _FUNCTIONS.items():
-        module = sys.modules.setdefault(name, _Later(name))
-        vars(module).update(functions if isinstance(module, _Later) else {})
+        if name not in sys.modules:
+            module = sys.modules[name] = _Later(name)
+            vars(module).update(functions)

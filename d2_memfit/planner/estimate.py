@@ -518,9 +518,8 @@ class DryJob:
 
     def _padded_area(self, size: Size) -> int:
         """Pixels of the largest micro-batch if images have another shape."""
-        return padded_area(
-            size_of(self.job.training_batch(batches=self.job.batches.in_shape(size)))
-        )
+        batches: Any = self.job.batches
+        return padded_area(size_of(self.job.training_batch(batches=batches.in_shape(size))))
 
 
 def _sum(places: Counter[str]) -> int:

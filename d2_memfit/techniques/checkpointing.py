@@ -169,7 +169,7 @@ class Recomputed:
             with unchanged:
                 result = run()
             self.changing = before.changed_modules()
-            self._draws = not random.draws_the_same(RandomState(random.device))
+            self._draws = random is None or not random.draws_the_same(RandomState(random.device))
             self._is_known = True
             return result
         except _ArgumentChangesError:

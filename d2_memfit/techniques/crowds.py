@@ -133,7 +133,8 @@ class _PairwiseIou:
 
     def max(self, dim: int) -> tuple[torch.Tensor, Any]:
         """As ``Tensor.max``, without the anchors of dim 1, which a matcher does not use."""
-        return (self._best[3], None) if dim else self._best[1:3]
+        _, values, instances, of_instances = self._best
+        return (of_instances, None) if dim else (values, instances)
 
     def __eq__(self, values: Any) -> Any:
         """Whether an instance has its value [instances, 1] in a column [1, anchors]."""

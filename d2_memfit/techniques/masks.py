@@ -388,8 +388,8 @@ def _padding_functions(model: nn.Module) -> Groups:
         modules = list(model.modules())
         files = source_files(modules)
         # Models of the transformers library make their criterion in a function.
-        losses = [unwrap(m.loss_function) for m in modules if getattr(m, "loss_type", None)]
-        files += [File(loss.__globals__) for loss in losses if isinstance(loss, FunctionType)]
+        losses: list[Any] = [m.loss_function for m in modules if getattr(m, "loss_type", None)]
+        files += [File(f.__globals__) for f in map(unwrap, losses) if isinstance(f, FunctionType)]
         named = [value for file in files for value in vars(file).values()]
         bases = {b for kind in named if isinstance(kind, type) for b in kind.__mro__}
         places = [*bases, *files_of_classes(b for b in bases if issubclass(b, nn.Module))]

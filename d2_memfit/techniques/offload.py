@@ -91,7 +91,8 @@ class _HostCopy:
     """
 
     def __init__(self, tensor: torch.Tensor, before: Optional["_HostCopy"]) -> None:
-        self.host = self.source = tensor
+        self.host = tensor
+        self.source: Optional[torch.Tensor] = tensor
         self.identity = _identity(tensor)
         self.before = None if before is None else weakref.ref(before)
         self.fetched: Optional[torch.Tensor] = None
@@ -133,7 +134,7 @@ class _Offload:
             return tensor
         if tensor.nbytes < _SMALLEST_BYTES or tensor.untyped_storage().data_ptr() in self.stays:
             return tensor
-        last = self._last and self._last()
+        last = None if self._last is None else self._last()
         if last and last.source is not None and last.identity == _identity(tensor):
             return last  # saved by the operator that made it, and by the next one
         if available_host_bytes() < tensor.nbytes + _LEAST_LEFT_BYTES:
