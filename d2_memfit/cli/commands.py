@@ -112,7 +112,9 @@ def _explain(args: argparse.Namespace) -> None:
         keys = keys_as_yaml(prediction.rebuilt.job, plan) if prediction and plan else ""
         steps = {"as it ran": prediction.dry_job} if prediction else {}
         texts = {"Answer": answer, "Keys": keys, "Next": next_step, "Details": details}
-        _write_page(args, f"A log explained: {told.name}", texts, steps, plan and plan.budget_gb)
+        _write_page(
+            args, f"A log explained: {told.name}", texts, steps, plan.budget_gb if plan else None
+        )
     if args.json:
         print_text(as_json)
     else:

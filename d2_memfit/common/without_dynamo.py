@@ -11,7 +11,7 @@ from typing import Any
 
 __all__ = ["import_dynamo_later"]
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, dict[str, Any]] = {
     "torch._dynamo": {
         "disable": lambda function, *args, **kwargs: function,
         "graph_break": lambda *args: None,

@@ -180,7 +180,7 @@ class LoggedRun:
     @property
     def ended(self) -> str:
         """How it ended: "out of memory", "diverged", "finished", "error" or "running"."""
-        ends = {"out of memory": self.oom, "diverged": self.has_diverged}
+        ends: dict[str, Any] = {"out of memory": self.oom, "diverged": self.has_diverged}
         ends |= {"finished": self.is_finished, "error": self.error}
         return next((how for how, is_so in ends.items() if is_so), "running")
 
