@@ -5,11 +5,11 @@ import html
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Optional, Union
+from typing import NamedTuple, Optional
 
 from .common.files import output_file
 from .common.units import GB
-from .planner.dry_run import Allocate, Allocation, Free
+from .planner.dry_run import Allocate, Allocation, Change
 
 __all__ = ["write_page"]
 
@@ -20,8 +20,6 @@ _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#76b7b2", "#
 _STYLE = """body { font: 16px/1.5 sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem }
 pre { background: #f3f3f3; padding: 1rem; overflow: auto; white-space: pre-wrap }
 svg { width: 100%; font-size: 12px } td, th { padding: 0 1rem 0 0; text-align: left }"""
-
-_Events = Iterable[Union[Allocate, Free]]
 
 
 class _Step(NamedTuple):
@@ -36,7 +34,7 @@ def write_page(
     path: Path,
     title: str,
     texts: Mapping[str, str],
-    steps: Optional[Mapping[str, _Events]] = None,
+    steps: Optional[Mapping[str, Iterable[Change]]] = None,
     limit_gb: Optional[float] = None,
 ) -> None:
     """Write a page as HTML. Its texts are escaped.
@@ -59,7 +57,7 @@ def write_page(
         file.write("\n".join(["<!DOCTYPE html>", head, *parts]).encode())
 
 
-def _replayed(events: _Events) -> tuple[list[_Step], list[Allocation]]:
+def _replayed(events: Iterable[Change]) -> tuple[list[_Step], list[Allocation]]:
     """The moments of a dry run, and the largest allocations at its peak."""
     now: Counter[str] = Counter()
     alive: dict[Allocation, None] = {}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch.autograd import Function
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from d2_memfit.common.patching import replaced_functions
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.dry_run import Allocate, Free, Timeline, dry_run
+from d2_memfit.planner.dry_run import Allocate, Change, Free, Timeline, dry_run
 
 __all__ = ["OldDevice", "as_in_cudnn_7", "as_in_pytorch"]
 
@@ -43,7 +43,7 @@ class OldDevice(DeviceModel):
         megabytes = 0 if version < (1, 11) else device.cublas_workspace_mb
         return cls(**{**vars(device), "foreach": False, "cublas_workspace_mb": megabytes})
 
-    def events(self, timeline: Timeline) -> Iterator[Union[Allocate, Free]]:
+    def events(self, timeline: Timeline) -> Iterator[Change]:
         for event in super().events(timeline):
             is_first = isinstance(event, Allocate) and event.phase == "setup"
             is_change = isinstance(event, (Allocate, Free))

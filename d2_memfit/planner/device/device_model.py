@@ -15,7 +15,7 @@ from ...common.units import GB, MB
 from ...config.cards import CARDS, find_card
 from ...errors import ConfigError
 from ...memory import process_memory, take_library_buffers
-from ..dry_run import Allocate, Allocation, Free, Timeline, Workspace
+from ..dry_run import Allocate, Allocation, Change, Free, Timeline, Workspace
 from .allocators import CachingAllocator, PageAllocator
 
 __all__ = ["DeviceModel", "DeviceUse", "DoesNotFit", "device_names"]
@@ -234,7 +234,7 @@ class DeviceModel:
         outside = +Counter({"between blocks": reserved - allocated}) + outside
         return DeviceUse(allocated, reserved, total, at_peak, outside)
 
-    def events(self, timeline: Timeline) -> Iterator[Union[Allocate, Free]]:
+    def events(self, timeline: Timeline) -> Iterator[Change]:
         """The device's allocations and frees for a timeline, including library workspaces."""
         for megabytes, owner in (
             (self.cublas_workspace_mb, "cuBLAS workspaces"),

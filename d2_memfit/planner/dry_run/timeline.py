@@ -12,6 +12,7 @@ __all__ = [
     "Allocate",
     "Allocation",
     "BlockCall",
+    "Change",
     "Copy",
     "Event",
     "Free",
@@ -81,7 +82,8 @@ class Free(_Change):
         return -self.allocation.num_bytes
 
 
-Event = Union[Allocate, Free, Workspace]
+Change = Union[Allocate, Free]
+Event = Union[Change, Workspace]
 
 
 class Operator(NamedTuple):
@@ -206,5 +208,5 @@ class Timeline:
         gone = {event.allocation for event in until_then if isinstance(event, Free)}
         return {event.allocation for event in until_then} - gone
 
-    def _changes(self) -> list[Union[Allocate, Free]]:
+    def _changes(self) -> list[Change]:
         return [event for event in self.events if not isinstance(event, Workspace)]
