@@ -45,7 +45,7 @@ TIERS = ("exact", "precision", "recipe")
 # users come last.
 ORDER = (
     *("SharedBitMaskTargets", "ChunkedMatching", "ChunkedCriterion", "EvaluationOnHost"),
-    *("ShardedOptimizerStates", "ChunkedHeads", "ActivationCheckpointing", "ActivationOffload"),
+    *("ShardedOptimizerStates", "ActivationCheckpointing", "ChunkedHeads", "ActivationOffload"),
     *("MixedPrecision", "EightBitOptimizerStates"),
     *("PolygonMasks", "DenoisingQueries", "FewerDetections", "SmallerRoiBatch", "OneImageSize"),
     *("MoreFrozenStages", "LowRankAdapters", "SmallerImages", "FrozenModules"),
