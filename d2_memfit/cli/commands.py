@@ -192,7 +192,8 @@ def _estimate(args: argparse.Namespace) -> None:
         show(text)
         return
     evaluates, budget_gb = not args.training_only, job.budget_gb
-    dry_job = dry_job_of(job, device, evaluates, args.probe, args.run, show_progress)
+    progress = show_progress if sys.stderr.isatty() else str  # its output has nothing else
+    dry_job = dry_job_of(job, device, evaluates, args.probe, args.run, progress)
     fits = budget_gb is not None and dry_job.fits(budget_gb)
     estimate = dry_job.estimate()
     if budget_gb is not None and not args.probe:

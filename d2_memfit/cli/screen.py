@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from contextlib import ExitStack
+from itertools import count
 from typing import Optional, TextIO
 
 import torch
@@ -41,6 +42,7 @@ _DUMPS = (
 _ERASE = "\x1b[2K"  # the line of the cursor
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of Detectron2's tables
 _LOGGERS = ("detectron2", "fvcore", "d2_memfit")
+_BAR, _steps = 10, count()  # its length, and how often it was shown
 _PERIOD = 20  # iterations between lines of Detectron2's log
 
 
@@ -88,12 +90,14 @@ def say(line: str) -> None:
 
 
 def show_progress(line: str) -> None:
-    """Print a line to stderr; on a terminal, in place of the one before, until something else."""
+    """Print a line to stderr; on a terminal, after a bar, in place of the one before."""
     if not sys.stderr.isatty():
         say(line)
         return
+    filled = next(_steps) % _BAR + 1
+    text = f"[{'#' * filled:{_BAR}}] {printable(line)}"
     columns = shutil.get_terminal_size().columns
-    print(f"{_ERASE}{printable(line)[: columns - 1]}", end="\r", file=sys.stderr, flush=True)
+    print(f"{_ERASE}{text[: columns - 1]}", end="\r", file=sys.stderr, flush=True)
 
 
 def end_progress() -> None:

@@ -182,7 +182,7 @@ class DryJob:
         job: Job,
         device: DeviceModel,
         evaluates: bool = True,
-        progress: Callable[[str], None] = lambda line: None,
+        progress: Callable[[str], Any] = str,
     ) -> None:
         self.job, self.device = job, device
         self.evaluates = evaluates and job.evaluates
@@ -233,7 +233,7 @@ class DryJob:
         return self._runs[key]
 
     def _step(self, num_images: int, accumulates: bool = False, batch: Any = None) -> Timeline:
-        self._progress(f"{num_images} image{'s' * (num_images > 1)}")
+        self._progress(f"Dry run: {num_images} image{'s' * (num_images > 1)}")
         with one_line_errors(lambda: self.job.assumptions):
             images = self.job.training_batch(num_images) if batch is None else batch
             return self.session.train(images, accumulates=accumulates)
@@ -253,7 +253,7 @@ class DryJob:
         """The dry run of an image's evaluation; None without one."""
         if not self.evaluates:
             return None
-        self._progress("evaluation")
+        self._progress("Dry run: evaluation")
         batches = self.job.batches
         with one_line_errors(lambda: batches.evaluation_assumptions, in_evaluation=True):
             return self.session.evaluate(self.job.evaluation_batch())
@@ -601,7 +601,7 @@ def dry_job_of(
     evaluates: bool = True,
     probe: bool = False,
     run: Optional[Union[str, Path]] = None,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], Any] = str,
 ) -> DryJob:
     """Make the :class:`DryJob` of :func:`estimate_memory`, with its arguments."""
     if not isinstance(device, DeviceModel):

@@ -25,15 +25,18 @@ from ..job import Job, Size
 from ..memory import available_host_bytes, check_budget
 from ..techniques import TIERS, blocks_of, get_technique, techniques_in_plans
 from .device import DeviceModel
-from .dry_run import Allocate, Timeline
+from .dry_run import Allocate, Timeline, one_line_errors
 from .estimate import DryJob, MemoryEstimate, dry_job_of
+from .steps import that_work
 
 __all__ = ["Plan", "PlanStep", "plan_memory"]
 
 logger = logging.getLogger(__name__)
 
 _MICRO_BATCH = "smaller micro-batches"
-_CHECKPOINT, _OFFLOAD, _AMP = "ActivationCheckpointing", "ActivationOffload", "MixedPrecision"
+_CHECKPOINT, _HEADS, _OFFLOAD = "ActivationCheckpointing", "ChunkedHeads", "ActivationOffload"
+_AMP = "MixedPrecision"
+_OPTIMISTIC = 1.2  # times the bytes that blocks seem to save: a level of less is not tried
 _BLOCKS = "MEMFIT.CHECKPOINT.MODULES"
 
 
@@ -169,8 +172,8 @@ class Ladder:
 
     So more memory is never worse. A rung has techniques of the tiers "precision" and "recipe", as
     few as possible, and then a level of exact ones: none, those that cost little, blocks of the
-    backbone recomputed, all blocks recomputed, all activations on the host. It has the most images
-    in a micro-batch that fit.
+    backbone recomputed, all blocks recomputed, heads in chunks, all activations on the host. It has
+    the most images in a micro-batch that fit.
 
     Args:
         start: the job as it is.
@@ -195,6 +198,7 @@ class Ladder:
         self._progress = progress
         self._known = {Rung(): (Rung(), start)}
         self._evaluations: dict[tuple[str, ...], Optional[Timeline]] = {}
+        self._works: dict[str, list[str]] = {}
         is_faster = start.device.is_gpu and "precision" in tiers and self._is_usable(_AMP)
         self._first = (_AMP,) if prefer == "speed" and is_faster else ()
 
@@ -204,7 +208,7 @@ class Ladder:
         if images := self._most_images(first):
             return first, images
         leads = self._leads()
-        if not self._fits_with_all(leads[-1]):
+        if not self._fits_with_all(leads[0]) and not self._fits_with_all(leads[-1]):
             return None
         lead = next(lead for lead in leads if self._fits_with_all(lead))
         for name in reversed(lead[len(self._first) : -1]):
@@ -212,11 +216,12 @@ class Ladder:
             lead = without if self._fits_with_all(without) else lead
         least = self._least_images(lead)
         levels = self._levels(lead)
-        i = next(i for i, level in enumerate(levels) if self._fits(level, least))
-        rung = self._without_what_can_go(self._dry_job(levels[i])[0], lead, least)
-        if rung.blocks and _OFFLOAD not in rung.names:
-            before = levels[i - 1].blocks
-            rung = self._with_fewer_blocks(rung, before, least)
+        i = next(i for i, level in enumerate(levels) if self._may_fit(level, levels[1], least))
+        rung, _ = self._dry_job(levels[i])
+        kept = (*lead, *([] if i == 1 else levels[i].names[-1:]))
+        rung = self._without_what_can_go(rung, kept, least)
+        if rung.names[-1:] == (_CHECKPOINT,):
+            rung = self._with_fewer_blocks(rung, levels[i - 1].blocks, least)
             if rung.blocks not in (("backbone",), ("all",)):
                 return rung, least
         return rung, self._most_images(rung) or least
@@ -235,7 +240,8 @@ class Ladder:
         """Rungs with more and more of what is exact."""
         levels = [Rung(lead)]
         exact = self._usable("exact") if "exact" in self._tiers else []
-        names = lead + tuple(name for name in exact if name not in (_CHECKPOINT, _OFFLOAD))
+        late = (_CHECKPOINT, _HEADS, _OFFLOAD)
+        names = lead + tuple(name for name in exact if name not in late)
         blocks: tuple[str, ...] = ()
         levels.append(Rung(names))
         if _CHECKPOINT in exact:
@@ -244,12 +250,37 @@ class Ladder:
                 if blocks_of(self._start.session.model, choice):
                     blocks = (choice,)
                     levels.append(Rung(names, blocks))
-        if _OFFLOAD in exact:
-            levels.append(Rung((*names, _OFFLOAD), blocks))
+        for name in (_HEADS, _OFFLOAD):
+            if name in exact:
+                names += (name,)
+                levels.append(Rung(names, blocks))
         return levels
 
     def _usable(self, tier: str) -> list[str]:
-        return [name for name in techniques_in_plans(tier) if self._is_usable(name)]
+        """Names of a tier's techniques that work here, in their order."""
+        if tier not in self._works:
+            names = [name for name in techniques_in_plans(tier) if self._is_usable(name)]
+            with one_line_errors():
+                self._works[tier] = [*that_work(self._start.job, names)]
+        return self._works[tier]
+
+    def _may_fit(self, level: Rung, free: Rung, least: int) -> bool:
+        """Whether a job fits on a level; without a dry run, if its blocks save too little."""
+        if level.names == (*free.names, _CHECKPOINT):
+            names = {*blocks_of(self._start.session.model, level.blocks[0])}
+            saved, _, too_much = self._blocks_of(self._dry_job(free)[1], least)
+            if sum(saved[name] for name in saved if name in names) < too_much / _OPTIMISTIC:
+                return False
+        return self._fits(level, least)
+
+    def _blocks_of(self, dry_job: DryJob, least: int) -> tuple[Counter[str], Counter[str], float]:
+        """What blocks save, their work, and the bytes that a micro-batch needs too much."""
+        few = min(least, 3)
+        saved, work = _saved_by_blocks(
+            dry_job.whole(few) if least == few else dry_job.run(few), least / few
+        )
+        needs = dry_job.budget_bytes(dry_job.use(least))
+        return saved, work, needs - self._budget_gb * GB
 
     def _fits_with_all(self, lead: tuple[str, ...]) -> bool:
         return self._fits(self._levels(lead)[-1], self._least_images(lead))
@@ -279,7 +310,7 @@ class Ladder:
         return dry_job.host_bytes <= available / dry_job.job.ranks
 
     def _dry_job(self, rung: Rung) -> tuple[Rung, DryJob]:
-        """The job on a rung, and the rung without techniques with which it does not run."""
+        """The job on a rung, without its last techniques if it does not run with them."""
         if rung not in self._known:
             start = self._start
             job = start.job.with_settings(self._settings(rung))
@@ -287,17 +318,9 @@ class Ladder:
             try:
                 dry_job.whole(1) if self._least_images(rung.names) == 1 else dry_job.run(2)
                 self._known[rung] = rung, dry_job
-            except MemfitError as e:
-                names: tuple[str, ...] = ()
-                for name in rung.names[:-1]:
-                    more = _named((*names, name), rung.blocks)
-                    names += (name,) if self._dry_job(more)[0] == more else ()
-                alone = _named((*names, rung.names[-1]), rung.blocks)
-                if alone == rung and (names or e.__cause__ is not None):  # else it says no itself
-                    self._leave_out(f"{', '.join(rung.names)}: left out, {e}")
-                elif alone != rung:
-                    names = self._dry_job(alone)[0].names
-                self._known[rung] = self._dry_job(_named(names, rung.blocks))
+            except MemfitError as e:  # some do not run together
+                self._leave_out(f"{', '.join(rung.names)}: left out, {e}")
+                self._known[rung] = self._dry_job(_named(rung.names[:-1], rung.blocks))
         return self._known[rung]
 
     def _say(self, rung: Rung, line: str) -> None:
@@ -337,9 +360,8 @@ class Ladder:
         """Patterns of the blocks that the job recomputes as it is."""
         return tuple(self._start.job.cfg.MEMFIT.CHECKPOINT.MODULES)
 
-    def _without_what_can_go(self, rung: Rung, lead: tuple[str, ...], least: int) -> Rung:
-        """Drop exact techniques that are not needed, the most costly first."""
-        kept = {*lead, _OFFLOAD, *([] if _OFFLOAD in rung.names else [_CHECKPOINT])}
+    def _without_what_can_go(self, rung: Rung, kept: tuple[str, ...], least: int) -> Rung:
+        """Drop techniques that are not needed, the most costly first."""
         others = [name for name in rung.names if name not in kept]
         for dropped in [others[:1] and others, *([name] for name in reversed(others))]:
             names = tuple(name for name in rung.names if name not in dropped)
@@ -357,12 +379,10 @@ class Ladder:
         _, dry_job = self._dry_job(_named((*names, _CHECKPOINT), before) if before else Rung(names))
         before = before or self._checkpointed
         blocks = {*blocks_of(self._start.session.model, rung.blocks[0])}
-        few = min(least, 3)
-        saved, work = _saved_by_blocks(dry_job.whole(few) if least == few else dry_job.run(few))
+        saved, work, too_much = self._blocks_of(dry_job, least)
         order = sorted(saved.keys() & blocks, key=lambda name: -saved[name] / max(work[name], 1))
-        too_much = dry_job.budget_bytes(dry_job.use(least)) - self._budget_gb * GB
         for i in range(1, len(order)):
-            if sum(saved[name] for name in order[:i]) * least / few >= too_much:
+            if sum(saved[name] for name in order[:i]) >= too_much:
                 chosen = rung._replace(blocks=(*before, *sorted(order[:i], key=[*saved].index)))
                 if self._fits(chosen, least):
                     return chosen
@@ -434,7 +454,7 @@ class Ladder:
             steps=steps,
             settings=settings,
             before=self._start.estimate(with_range=False),
-            estimate=replace(dry_job.estimate(), objects_that_fit=objects),
+            estimate=replace(dry_job.estimate(with_range=False), objects_that_fit=objects),
             time_factor=dry_job.flops() / self._start.flops() if is_of_work else None,
             smallest_budget_gb=None if fits else math.ceil(100 * least / GB) / 100,
             must_allow=tuple(must_allow),
@@ -507,8 +527,12 @@ def _matters_in_evaluation(name: str) -> bool:
     return technique.tier == "recipe" or technique.in_evaluation
 
 
-def _saved_by_blocks(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
-    """Bytes at the peak that recomputing each block would save, and its operations."""
+def _saved_by_blocks(timeline: Timeline, factor: float) -> tuple[Counter[str], Counter[str]]:
+    """Bytes at the peak that recomputing each block would save, and its operations.
+
+    Args:
+        factor: times the images of the timeline.
+    """
     at_peak = timeline.alive_at_peak()
     saved: Counter[str] = Counter()
     work: Counter[str] = Counter()
@@ -518,6 +542,6 @@ def _saved_by_blocks(timeline: Timeline) -> tuple[Counter[str], Counter[str]]:
             continue  # a stage, whose blocks are there, too
         made = (e.allocation for e in timeline.events[call.begin : call.end] if type(e) is Allocate)
         kept = (a for a in made if a in at_peak and a not in call.outputs)
-        saved[call.name] += sum(a.num_bytes for a in kept)
+        saved[call.name] += round(factor * sum(a.num_bytes for a in kept))
         work[call.name] += sum(op.flops * n for op, n in call.work.all_operators.items())
     return +saved, work

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Callable, Optional
 
 import torch
@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from ..common.patching import Groups, source_files
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..config.precision import Precision
+from ..errors import MemfitError
 from ..job import Job, LossFn, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
-from ..techniques import ready_to_evaluate
+from ..techniques import get_technique, ready_to_evaluate
 from .dry_run import (
     Allocate,
     DryRun,
@@ -32,7 +33,7 @@ from .dry_run import (
 )
 from .stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu, fast_matching
 
-__all__ = ["Session", "build", "build_with_values", "infer", "iterate"]
+__all__ = ["Session", "build", "build_with_values", "infer", "iterate", "that_work"]
 
 _LARGE_BYTES = 2**20  # larger images are made fake
 
@@ -218,6 +219,20 @@ def build(job: Job) -> tuple[nn.Module, Optimizer]:
         model, optimizer = build_with_values(job, "cpu")
         with ready_to_evaluate(model, job.cfg, announce=False):
             return model, optimizer
+
+
+def that_work(job: Job, names: Sequence[str]) -> Iterator[str]:
+    """The techniques that can be applied to the model and the optimizer of a job."""
+    with _as_on_gpu(), no_information(), WithoutValues():
+        model, optimizer = build_with_values(job, "cpu")
+        parts = {"model": model, "evaluation": model, "optimizer": optimizer}
+        for name in names:
+            technique = get_technique(name)
+            cfg = job.with_settings(technique.enabling_settings(job.cfg)).cfg
+            with suppress(MemfitError):
+                if technique.part in parts:
+                    technique.apply(parts[technique.part], cfg)
+                yield name
 
 
 def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:

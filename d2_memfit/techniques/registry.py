@@ -44,7 +44,7 @@ TIERS = ("exact", "precision", "recipe")
 # users come last.
 ORDER = (
     *("PackedMasks", "ChunkedMatching", "EvaluationOnHost"),
-    *("ShardedOptimizerStates", "ChunkedHeads", "ActivationCheckpointing", "ActivationOffload"),
+    *("ShardedOptimizerStates", "ActivationCheckpointing", "ChunkedHeads", "ActivationOffload"),
     *("MixedPrecision", "EightBitOptimizerStates"),
     *("PolygonMasks", "DenoisingQueries", "FewerDetections", "SmallerRoiBatch", "OneImageSize"),
     *("MoreFrozenStages", "LowRankAdapters", "SmallerImages", "FrozenModules"),

@@ -171,7 +171,7 @@ def test_progress_is_one_line_of_a_terminal_that_goes_away(is_terminal):
     assert run.stdout == b"Fits: 4.9 of 5.5 GB\n"
     if is_terminal:
         lines = re.findall(r"\x1b\[2K([^\r\x1b]*)", shown)
-        assert lines == ["first " + 73 * "x", "second", ""]
+        assert lines == ["[#         ] first " + 60 * "x", "[##        ] second", ""]
         assert "\n" not in shown
     else:
         assert shown.splitlines()[-2:] == ["first " + 300 * "x", "second"]

@@ -79,7 +79,7 @@ def cpu_seconds(tree: Path, words: list[str]) -> float:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "d2_memfit", *words],
         cwd=tree,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOME": tempfile.mkdtemp()},
         capture_output=True,
         check=False,
     )
