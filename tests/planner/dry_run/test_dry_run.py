@@ -98,7 +98,7 @@ JOBS = {
     "chunked heads": (MASK, ["MEMFIT.HEADS.CHUNK_SIZE", 4]),
     "chunked matching": (MASK, ["MEMFIT.MATCHING.CHUNK_SIZE", 512]),
     "queries": (MASK, DETR),
-    "queries, chunked criterion": (MASK, [*DETR, "MEMFIT.CRITERION.CHUNK_SIZE", 4]),
+    "queries, masks as bits": (MASK, [*DETR, "MEMFIT.MASKS.PACKED", True]),
     "queries, masks on the host": (MASK, [*DETR, "MEMFIT.EVALUATION.ON_HOST", True]),
     "FCOS": (MASK, ["MODEL.META_ARCHITECTURE", "FcosOfTests"]),
     "a user's own": (
