@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from ..config import PRESETS, find_card
 
 if TYPE_CHECKING:
-    from ..explain import ExplainedRun
+    from ..explain.verdict import ExplainedRun
     from ..planner.plan import Plan
 
 __all__ = [

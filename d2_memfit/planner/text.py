@@ -104,7 +104,7 @@ def describe_estimate(e: MemoryEstimate) -> str:
         f"Host: {e.num_workers} loader workers on each rank, about {e.host_gb:.1f} GB of RAM"
         + (f", {e.offloaded_gb:.1f} of it for the offload" if e.offloaded_gb else ""),
     ]
-    tables = [
+    tables: list[tuple[dict[str, Any], str, str]] = [
         (totals, "", "GB, at least" if e.at_least else "GB, worst case"),
         (e.breakdown, "at the peak in training", "GB"),
         (e.outside, "in addition to peak allocated", "GB"),

@@ -273,10 +273,10 @@ def test_techniques_that_only_run_alone_do_not_end_a_plan(monkeypatch):
     monkeypatch.setattr(ActivationCheckpointing, "apply", with_chunks_it_is_broken)
     p = plan(small_job(1), 0.5, batch=SMALL, allow=["exact"])
     assert not p.fits  # the smallest one is known all the same
-    assert "MEMFIT.HEADS.CHUNK_SIZE" in p.settings
-    assert "MEMFIT.CHECKPOINT.MODULES" not in p.settings
+    assert "MEMFIT.CHECKPOINT.MODULES" in p.settings
+    assert "MEMFIT.HEADS.CHUNK_SIZE" not in p.settings
     pairs = [line.partition(": left out, ") for line in p.left_out]
-    assert any("ChunkedHeads, ActivationCheckpointing" in names for names, _, _ in pairs)
+    assert any("ActivationCheckpointing, ChunkedHeads" in names for names, _, _ in pairs)
     assert all("RuntimeError: not both" in why for _, _, why in pairs)
     assert p.left_out[0] in describe_plan(p)
 

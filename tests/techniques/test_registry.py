@@ -139,7 +139,6 @@ def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, lo
 def test_a_technique_without_settings_is_not_planned(skeleton):
     """A plan tries what is usable, and what ``names`` has: see the test above."""
     start = DryJob(Job.from_cfg(tiny_cfg("faster_rcnn"), 1), DeviceModel.load("cuda"))
-    ladder = Ladder(start, 6, ["exact"])
-    assert ladder._usable("exact")[-1] == "MyTechnique"
+    assert Ladder(start, 6, ["exact"])._usable("exact")[-1] == "MyTechnique"
     del skeleton.enabling_settings
-    assert "MyTechnique" not in ladder._usable("exact")
+    assert "MyTechnique" not in Ladder(start, 6, ["exact"])._usable("exact")

@@ -18,8 +18,10 @@ from .common import markdown_table
 
 ROOT = Path(__file__).resolve().parents[2]
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
-TRANSFORMERS = ("--project", "d2_transformers:add_transformers_config")
-TRANSFORMERS += ("--trainer", "d2_transformers:Trainer")
+TRANSFORMERS = (
+    *("--project", "d2_transformers:add_transformers_config"),
+    *("--trainer", "d2_transformers:Trainer"),
+)
 COMMANDS = {
     "estimate, Mask R-CNN": ("estimate", "--config-file", MASK, "--device", "cuda"),
     "plan, the same, 6 GB": ("plan", "--config-file", MASK, "--card", "6GB"),
