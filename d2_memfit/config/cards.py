@@ -44,9 +44,6 @@ class Card:
         usable_gb: memory that PyTorch reports.
         capability: compute capability, such as "8.6".
         context_mb: memory of an empty CUDA context.
-        flops_per_s: peaks by number format, without sparsity.
-        bytes_per_s: peak of the memory's bandwidth.
-        host_bytes_per_s: peak of the link to the host, in one direction.
         float16_fails: whether training in float16 is known to give NaN.
         is_unified: whether CPU and GPU share one memory.
     """
@@ -57,9 +54,6 @@ class Card:
     usable_gb: float
     capability: str
     context_mb: float
-    flops_per_s: dict[str, float]
-    bytes_per_s: float
-    host_bytes_per_s: float
     float16_fails: bool
     is_unified: bool
 
@@ -74,19 +68,11 @@ class Card:
         return {"MEMFIT.PRESET": "", "MEMFIT.BUDGET_GB": self.budget_gb}
 
 
-# Of Card.flops_per_s, with the column of cards.csv
-_FLOPS = {"float32": "float32", "tf32": "tf32", "float16": "16 bits", "bfloat16": "16 bits"}
-_FLOPS |= {"float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}
-
-
 def _read_table() -> dict[str, Card]:
     """The rows of cards.csv by device."""
     lines = (Path(__file__).parent / "cards.csv").read_text().splitlines()
     cards: dict[str, Card] = {}
     for row in csv.DictReader(line for line in lines if not line.startswith("#")):
-        flops = {name: float(row[c]) * 1e12 for name, c in _FLOPS.items() if row[c]}
-        if float(row["capability"]) < 8:  # before Ampere, no units compute in bfloat16
-            flops["bfloat16"] = flops["float32"]
         device = _plain(row["card"]).replace(" ", "_")
         device += f"_{row['GB']}gb" if device in cards else ""
         cards[device] = Card(
@@ -96,9 +82,6 @@ def _read_table() -> dict[str, Card]:
             usable_gb=float(row["usable GB"]),
             capability=row["capability"],
             context_mb=float(row["context MB"]),
-            flops_per_s=flops,
-            bytes_per_s=float(row["GB/s"]) * 1e9,
-            host_bytes_per_s=float(row["host GB/s"]) * 1e9,
             float16_fails=row["remarks"] == "float16 fails",
             is_unified=row["remarks"] == "unified",
         )
@@ -113,10 +96,10 @@ _FORM = re.compile(r"\b(pcie?|sxm\d?)\b")
 _SIZE = re.compile(r"(?<![\w.])(\d+) ?(?:gb|gib|g)\b")
 # Laptops' GTX 10, GTX 16 and RTX 20 have the memory, and most the name, of the card for desktops.
 _LIKE_DESKTOPS = re.compile(r"((?:gtx )?1[06]\d0.*?|(?:rtx )?20[678]0.*?) (?:laptop|max q)")
-_PREFIXES = ("", "rtx ", "gtx ", "jetson ", "jetson agx ")
+_PREFIXES = ("", "rtx ", "gtx ", "jetson ")
 _ALSO = {  # other names; PyTorch's of a GH200 has the memory of the CPU
     **{"gh200 480gb": "gh200", "dgx spark": "gb10", "gtx titan x pascal": "titan x pascal"},
-    "jetson thor": "jetson agx thor",
+    **dict.fromkeys(("thor", "jetson thor", "agx thor"), "jetson agx thor"),
 }
 
 

@@ -5,7 +5,6 @@ import copy
 import itertools
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ from d2_memfit import AccumulatingTrainer, Job, compat
 from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner import steps
-from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.steps import Session
 from d2_memfit.techniques import apply_techniques
 from d2_memfit.techniques.sharded_optimizer import ShardedOptimizer
@@ -102,15 +99,6 @@ def test_an_estimate_has_the_largest_share_and_no_gradients_of_the_last_iteratio
     job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
     peak = Session(job).train(job.training_batch(2)).peak()
     assert (peak["optimizer"], peak["gradients"]) == (largest, 0)
-
-
-def test_a_predicted_time_has_what_ranks_send_of_a_step():
-    job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
-    device = DeviceModel.load("cuda")
-    slow_device = replace(device, host_bytes_per_s=device.host_bytes_per_s / 2)
-    fast, slow = (DryJob(job, d, evaluates=False).seconds() for d in (device, slow_device))
-    num_bytes = sum(p.nbytes for p in build_model(job.cfg).parameters())
-    assert slow - fast == pytest.approx(num_bytes / device.copied_bytes_per_s)
 
 
 def exchanged_on_rank(rank, pairs):
