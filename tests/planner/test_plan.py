@@ -246,8 +246,11 @@ def small_job(seed):
 def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(monkeypatch):
     from d2_memfit.techniques.heads import ChunkedHeads
 
+    def fails(*args, **kwargs):
+        raise RuntimeError("no heads")
+
     def broken(model, cfg):
-        model.roi_heads.forward = None
+        model.roi_heads.forward = fails
         return model
 
     monkeypatch.setattr(ChunkedHeads, "apply", broken)

@@ -227,7 +227,7 @@ def test_techniques_of_a_plan_are_applied(tmp_path):
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
     path = "model.backbone.0.encoder.encoder.encoder.layer.0"
     layers = [t.lightning_module.get_submodule(path) for t in (plain, ours)]
-    assert type(layers[0]) is not type(layers[1])  # the second one is recomputed
+    assert ["forward" in vars(layer) for layer in layers] == [False, True]  # is recomputed
 
 
 @pytest.mark.long

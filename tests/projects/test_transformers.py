@@ -280,7 +280,7 @@ def test_a_real_step_has_the_peak_of_a_dry_one(kind, has_masks):
     job = Job.from_trainer(Trainer, cfg, 1, batch=images(2, size=RESOLUTION))
     dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
     with TensorMeter() as meter:
-        next(run_for_real(dry_job, "cpu"))
+        next(run_for_real(job, "cpu"))
     assert meter.peak_bytes == pytest.approx(sum(dry_job.training.peak().values()), rel=0.02)
 
 
