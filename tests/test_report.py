@@ -87,7 +87,7 @@ def test_an_estimate_is_drawn(tmp_path, capsys):
 def test_keys_to_copy_are_those_of_the_job_s_kind_of_config():
     plan = plan_memory(Job.from_lazy(lazy_config()), 1.0, device="cuda", evaluates=False)
     lazy = yaml.safe_load(keys_as_yaml(Job.from_lazy(lazy_config()), plan))
-    assert lazy["train.budget_gb"] == 1.0
-    assert lazy["train.oom.policy"] == "split"
+    assert lazy["train.memfit.budget_gb"] == 1.0
+    assert lazy["train.memfit.oom.policy"] == "split"
     job = Job.from_cfg(tiny_cfg("mask_rcnn"))
     assert yaml.safe_load(keys_as_yaml(job, plan))["MEMFIT"]["OOM"] == {"POLICY": "split"}

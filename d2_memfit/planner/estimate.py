@@ -358,6 +358,7 @@ class DryJob:
 
     def flops(self) -> float:
         """Floating-point operations of an image in a forward and a backward."""
+        self.use()
         (num_images, _), timeline = next(iter(self._runs.items()))
         counts = (timeline.work[phase].all_operators for phase in ("forward", "backward"))
         return sum(op.flops * num for count in counts for op, num in count.items()) / num_images
@@ -368,6 +369,7 @@ class DryJob:
 
         PyTorch allocates powers of two, and keeps them (ATen/core/CachingHostAllocator.h).
         """
+        self.use()
         (num_images, _), timeline = max(self._runs.items(), key=lambda run: run[0])
         copies = timeline.work["forward"].copies
         num_bytes = sum(1 << (copy.num_bytes - 1).bit_length() for copy in copies)

@@ -53,7 +53,7 @@ def end_with(cause):
     if cause == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory")
     for name in cause.split():
-        os.kill(os.getpid(), getattr(signal, name))
+        signal.raise_signal(getattr(signal, name))
 
 
 def add(trainer, moment, act):
@@ -221,7 +221,7 @@ def fail(*args):
 
 
 def stop(*args):
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def test_weights_that_are_not_finite_and_half_done_steps_are_not_saved(tmp_path, log):

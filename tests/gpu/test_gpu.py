@@ -457,7 +457,7 @@ def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, 
     blocks = {"MEMFIT.CHECKPOINT.MODULES": ["backbone.bottom_up.res3", "*head"]}
     if device.type == "cuda":
         blocks["MEMFIT.OFFLOAD.MODULES"] = ["backbone.bottom_up.res4.*"]  # trained; res2 is frozen
-    all_leave = {"_SMALLEST_BYTES": 1, "MOST_IN_FLIGHT_BYTES": 0}
+    all_leave = {"_SMALLEST_BYTES": 1, "MOST_IN_FLIGHT": 1}
     with deterministic(), patch.multiple(offload, **all_leave):
         expected, again, actual = map(gradients, ({}, {}, blocks))
     repeats = f"{relative_difference(again, expected)} without them"

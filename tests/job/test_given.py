@@ -89,8 +89,9 @@ def test_memory_is_that_of_as_many_objects_from_the_mapper(family, mask_format):
         for num in (20, 70)
     )
     assert objects_per_image(few.job.training_batch()) == [20, 20]
-    repeated = few.with_batch(with_objects(few.job.training_batch(), 70), {})
-    peaks = [job.training_use().allocated_bytes for job in (few, repeated, many)]
+    batch = with_objects(few.job.training_batch(), 70)
+    repeated = DryJob(Job.from_cfg(cfg, 1, batch=batch), DeviceModel.load("cuda"), evaluates=False)
+    peaks = [job.use().allocated_bytes for job in (few, repeated, many)]
     assert peaks[1] == pytest.approx(peaks[2], rel=0.01)
     assert peaks[1] > 1.02 * peaks[0]
 

@@ -10,7 +10,7 @@ from pages import section
 
 @pytest.fixture(scope="module")
 def recipe():
-    return guide.estimate(guide.Knob("recipe", ""))
+    return guide.dry_job(guide.Knob("recipe", ""))
 
 
 @pytest.mark.slow

@@ -167,5 +167,4 @@ def factor(knob: Knob, e: DryJob, recipe: DryJob) -> str:
     """Operations of an image over those of the recipe; "" if others decide about its time."""
     if "AMP" in knob.opts or "OFFLOAD" in knob.opts:
         return ""
-    e.use(), recipe.use()
     return f"{e.flops() / recipe.flops():.2f}"
