@@ -5,7 +5,7 @@
 
 FAMILY is "proposal_network" or "mask_rcnn", with a ResNet-50 and FPN as in Detectron2's zoo. The
 process may take EXTRA_MB MiB more than it has taken when training begins; 0 is no limit. Writes the
-weights after an iteration of 4 images to OUTPUT_DIR/weights.pth.
+weights after an iteration of 8 images to OUTPUT_DIR/weights.pth.
 """
 
 import os
@@ -24,7 +24,7 @@ from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.memory import enforce_budget, process_memory
 
 ITERATIONS = 1
-BATCH = 4
+BATCH = 8
 SIZE = 320
 
 

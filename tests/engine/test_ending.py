@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Whatever ends a run, at any moment: the last completed step is saved, and resumed bit by bit."""
 
-import os
 import signal
 from pathlib import Path
 
