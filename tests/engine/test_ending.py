@@ -134,6 +134,14 @@ def run(rank, folder, start, moment="", cause="", iteration=None, signalled_rank
     return {name: value.tolist() for name, value in state.items()}, ended_with
 
 
+@pytest.fixture(autouse=True)
+def hangs_up():
+    """A terminal that is lost ends a run, also one of tests that nohup has started."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture(scope="module")
 def straight_weights(tmp_path_factory):
     return run(0, tmp_path_factory.mktemp("straight"), 0)[0]

@@ -303,7 +303,7 @@ def images_of_runs(monkeypatch):
     [
         (24, 3, 13),  # 3, 2, and 8 to verify
         (3.5, 4, 12),  # 3, 2, and 4 and 3 to verify
-        (1.6, 11, 18),  # of 1, but the lines of two rungs
+        (1.6, 15, 28),  # of 1, but the lines of four rungs
         (0.9, 6, 9),  # of 1: as it is, the last rung, and that of each tier that is not allowed
     ],
 )

@@ -55,6 +55,7 @@ def test_recipes_are_those_of_detectron2():
 def check_memory(presets, evaluates):
     for preset in presets:
         dry_job = DryJob(make_presets.job_of(preset), DeviceModel.load("cuda"), evaluates=evaluates)
+        dry_job.whole()
         _, *outside_tensors = dry_job.job.cfg.MEMFIT.PLAN.PREDICTED_GB
         total_bytes = dry_job.total_bytes()
         assert dry_job.fits(dry_job.job.budget_gb), preset
