@@ -101,7 +101,7 @@ class FailingTrainer(AccumulatingTrainer):
         self.seconds_thrown_away: list[float] = []
 
     def run_step(self) -> None:
-        self.cutter.forget()
+        self.cutter.images = None
         super().run_step()
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
