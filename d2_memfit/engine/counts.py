@@ -86,14 +86,15 @@ class Counts:
         self._ranks = comm.get_world_size()
         self._options = repr(options)
         self._model = model = compat.without_ddp(trainer.model)
-        self._new_answers = partial(Answers, model, options.policy == "exact")
+        on_other = self._communicate if self._ranks > 1 else Collective.run_alone
+        self._new_answers = partial(Answers, model, options.policy == "exact", on_other)
         limit = LIMIT if trainer.precision.dtype == torch.float32 else LIMIT_OF_16_BITS
         self._checked = partial(
             check_losses, model, trainer.losses_of, options=options, limit=limit
         )
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
         self._is_due = options.policy != "off"  # whether the losses are still to be checked
-        self._communicates = ""  # the model's first collective that is not a count
+        self._communicates = False  # whether a collective was warned of that is not a count
         self._history: list[Numbers] = []  # counts of forwards without gradients
 
     def prepare(self, window: Window, run_forwards: Callable[[], None]) -> None:
@@ -109,22 +110,21 @@ class Counts:
             OutOfMemoryError: on every rank, if one rank has no memory to count.
         """
         self._compare_formulas()
-        on_other = self._communicate if self._ranks > 1 else Collective.run_alone
-        none = self._new_answers(on_other, LossReport(), ranks=self._ranks)
+        none = self._new_answers(LossReport(), ranks=self._ranks)
         self._answers, self.is_one_piece = none if self._ranks > 1 else None, False
-        if not (self._is_due or self._is_answered or self._communicates):
+        if not (self._is_due or self._is_answered):
             return
         images = window.load_all()
         pieces = list(iter(partial(self._cutter.take, window), None))
         window.put_all_back()
         objects = sum(count_objects(m.data) for m in pieces)
         own = added([{IMAGES: sum(m.num_images for m in pieces), OBJECTS: objects}])
-        if self._is_due or self._communicates:
+        if self._is_due:
             self._check(images, objects, len(pieces))
         self.is_one_piece = self._ranks == 1 and len(pieces) == 1
         if self._is_answered and not self.is_one_piece:  # one forward's are the window's
             totals = self._totals(window, run_forwards, own)
-            self._answers = self._new_answers(on_other, self.report, *totals, self._ranks)
+            self._answers = self._new_answers(self.report, *totals, self._ranks)
 
     @property
     def _is_answered(self) -> bool:
@@ -150,13 +150,11 @@ class Counts:
             self.report, self._is_due = LossReport(**state["report"]), False
 
     def _check(self, images: Sequence[Any], objects: int, pieces: int) -> None:
-        """Check the losses once, with the images of the rank with the most objects, for all ranks;
-        and for a model that communicates that all ranks have as many micro-batches.
-        """
+        """Check the losses once, with the images of the rank with the most objects, for all."""
         is_empty = not objects and any(objects_in(i) is not None for i in dataset_dicts(images))
         of_ranks, numbers, are_empty = zip(*comm.all_gather((objects, pieces, is_empty)))
         is_cut = max(numbers) > 1 or (self._recovers and self._ranks > 1)
-        if self._is_due and is_cut and not all(are_empty):
+        if is_cut and not all(are_empty):
             self._is_due = False
             tester, error = of_ranks.index(max(of_ranks)), ""
             if comm.get_rank() == tester:
@@ -167,16 +165,9 @@ class Counts:
             error, self.report = comm.all_gather((error, self.report))[tester]
             if error:
                 raise ConfigError(error)
-            if self.report.collective and self._ranks > 1:
-                self._communicate(self.report.collective)
             logger.info("Losses of micro-batches, checked %s", self.report)
             for line in self.report.complaints():
                 logger.warning("%s", line)
-        if self._communicates and len(set(numbers)) > 1:
-            raise ConfigError(
-                f"the model communicates in its forward, {self._communicates}. All ranks need the "
-                f"same number of micro-batches, and have {list(numbers)}. Use MODEL.*.NORM GN"
-            )
 
     def _totals(
         self, window: Window, run_forwards: Callable[[], None], own: Numbers
@@ -203,7 +194,7 @@ class Counts:
     def _counted(self, window: Window, run_forwards: Callable[[], None]) -> Numbers:
         """This rank's counts, by a forward of all images without gradients."""
         report = LossReport(pretends=self.report.pretends)
-        self._answers = self._new_answers(Collective.run_alone, report)
+        self._answers = self._new_answers(report)
         before = Snapshot(self._model, weights_that_may_change(self._model))
         try:
             with torch.no_grad(), EventStorage(get_event_storage().iter):
@@ -239,10 +230,10 @@ class Counts:
                 "Use MODEL.*.NORM GN in place of SyncBN, or set MEMFIT.OOM.POLICY raise"
             )
         if not self._communicates:
-            self._communicates = str(call)
+            self._communicates = True
             text = (
-                "The model communicates in its forward, %s. Each micro-batch communicates with one "
-                "of every other rank. For a count that losses are divided by, use window_count"
+                "The model communicates in its forward, %s. All ranks need the same number of "
+                "micro-batches. For a count that losses are divided by, use window_count"
             )
             logger.warning(text, call)
         return False

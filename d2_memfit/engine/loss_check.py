@@ -32,7 +32,7 @@ from ..config.settings import NormalizerOptions
 from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
-from .collectives import FEW, IMAGES, OBJECTS, Answers, Collective, Numbers, Site, added, is_same
+from .collectives import IMAGES, OBJECTS, Answers, Collective, Numbers, Site, added, is_same
 from .window import MicroBatch, count_objects
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ class LossReport:
         unchecked: why a loss, or all ("losses"), could not be checked.
         changed: names of what a forward changes in the model.
         counters: those of numbers that grow by one with each forward.
-        collective: a collective that is not a count, as text.
         forwards: images through the model in the check.
     """
 
@@ -79,7 +78,6 @@ class LossReport:
     unchecked: dict[str, str] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     counters: list[str] = field(default_factory=list)
-    collective: str = ""
     forwards: int = 0
 
     def __str__(self) -> str:
@@ -205,8 +203,6 @@ class _Check:
         for site in self.totals.keys() & own.keys() - {OBJECTS, IMAGES} if is_answered else ():
             if is_same(self.totals[site], own[site]):
                 found.counts.append(site)
-            elif site[0] == "sum" and len(own[site]) > FEW:
-                found.collective = "all_reduce in {}:{}".format(*site[1][0])
         is_summed = any(site[0] == "sum" for site in found.counts)
         found.pretends &= is_summed
         for name, mean in self._run(apart, found).values.items() if is_summed else ():
@@ -282,7 +278,6 @@ class _Check:
         return run
 
     def _answer(self, call: Collective) -> bool:
-        self.found.collective = self.found.collective or str(call)
         if not call.run_alone():
             raise NotImplementedError(f"it communicates, {call}")
         return True

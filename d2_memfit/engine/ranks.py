@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import compat
 from ..common.units import MB
 from ..compat.pytorch import has_communication_hooks
-from ..errors import ConfigError
+from ..errors import ConfigError, MemfitError
 from .retry import RecoveryReport
 from .window import MicroBatch, Window, image_names
 
@@ -41,8 +41,7 @@ class RankReport:
     # Of each parameter, in the model's order, if gradients are reduced after the backward.
     has_gradient: list[bool] = field(default_factory=list)
     recovery: Optional[RecoveryReport] = None
-    error: str = ""  # for which all ranks end: memory ran out for good
-    refused: str = ""  # for which all ranks end: the config cannot train this model
+    error: Optional[MemfitError] = None  # for which all ranks end
     stop_signal: int = 0  # the signal that asked this rank to end the run
 
     def add(self, window: Window, model: nn.Module) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, Optional, TypeVar
 
 import torch
-from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
@@ -209,23 +208,12 @@ class Recovery:
                 "MEMFIT.OOM.LAST_RESORT resize"
             )
 
-    def state_dict(self, cutters: Sequence[Optional[dict[str, Any]]] = (None,)) -> dict[str, Any]:
-        """The state.
-
-        Args:
-            cutters: the states of the cutters of all ranks; None for that of this rank.
-        """
-        cutters = [of_rank or self.learned for of_rank in cutters]
-        return {"cutters": cutters, **vars(self.totals)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        totals = dict(state)
-        cutters = totals.pop("cutters")
-        same_ranks = len(cutters) == comm.get_world_size()
-        smallest = min(cutters, key=lambda cutter: cutter["images"] or math.inf)
-        self.cutter.load_state_dict(cutters[comm.get_rank()] if same_ranks else smallest)
-        self.learned = self.cutter.state_dict()
+    def load(self, totals: dict[str, Any], learned: Optional[dict[str, Any]]) -> None:
+        """Continue from a checkpoint; ``learned`` is None if this rank's is not known."""
         self.totals = RecoveryReport(**totals)
+        if learned is not None:
+            self.cutter.load_state_dict(learned)
+            self.learned = self.cutter.state_dict()
 
 
 @dataclass

@@ -229,11 +229,9 @@ class AccumulatingTrainer(ResumableTrainer):
                 run_all(take, run, retries)
                 if retries is not None:
                     retries.end_window()
-        except OutOfMemoryError as e:
+        except (ConfigError, OutOfMemoryError) as e:
             self.model.zero_grad(set_to_none=True)
-            report.error = str(e)
-        except ConfigError as e:
-            report.refused = str(e)
+            report.error = type(e)(str(e))  # without the traceback, which holds tensors
         return report
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
@@ -258,23 +256,21 @@ class AccumulatingTrainer(ResumableTrainer):
         """Complete this rank's report, and return those of all ranks.
 
         Raises:
-            OutOfMemoryError: on every rank, if memory ran out for good on any.
+            ConfigError, OutOfMemoryError: on every rank, if any cannot train or has no memory.
         """
         try:
             with self._explained("vote", window):
-                if not (mine.error or mine.refused):
+                if mine.error is None:
                     mine.add(window, self._bare_model)
         except OutOfMemoryError as e:
-            mine = RankReport(error=str(e))
+            mine = RankReport(error=OutOfMemoryError(str(e)))
         if not self._reduces_in_backward and comm.get_world_size() > 1:
             mine.has_gradient = [p.grad is not None for p in self.model.parameters()]
         mine.stop_signal = self.stop_signal
         reports = comm.all_gather(mine)
         self.agreed_stop_signal = max(r.stop_signal for r in reports)
-        if refused := [r.refused for r in reports if r.refused]:
-            raise ConfigError(refused[0])
-        if errors := [r.error for r in reports if r.error]:
-            raise OutOfMemoryError("\n".join(errors))
+        if errors := [r.error for r in reports if r.error is not None]:
+            raise type(errors[0])("\n".join(dict.fromkeys(map(str, errors))))
         return reports
 
     def _explained(self, phase: str, window: Window) -> AbstractContextManager[None]:
@@ -289,8 +285,7 @@ class AccumulatingTrainer(ResumableTrainer):
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), **self.precision.state_dict()}
         if self.recovery is not None:
-            cutters = [rank and rank["cutter"] for rank in state["run"]["ranks"]]
-            state["recovery"] = self.recovery.state_dict(cutters)
+            state["recovery"] = dict(vars(self.recovery.totals))
         if counts := self.counts.state_dict():
             state["counts"] = counts
         return state
@@ -299,5 +294,6 @@ class AccumulatingTrainer(ResumableTrainer):
         super().load_state_dict(state_dict)
         self.precision.load_state_dict(state_dict)
         if self.recovery is not None and "recovery" in state_dict:
-            self.recovery.load_state_dict(state_dict["recovery"])
+            own = dict(enumerate(state_dict["run"]["ranks"])).get(comm.get_rank())
+            self.recovery.load(state_dict["recovery"], own and own["cutter"])
         self.counts.load_state_dict(state_dict.get("counts", {}))

@@ -283,14 +283,6 @@ def test_split_with_a_model_that_communicates_is_an_error_on_all_ranks(kind, pol
     assert "MEMFIT.OOM.POLICY raise" in errors[0]
 
 
-def test_unequal_cuts_of_a_model_that_communicates_are_an_error_on_all_ranks(two_ranks):
-    one, two = annotated_images((2, 3)), annotated_images((2, 3, 1))
-    options = {"micro_batch_size": 1}
-    errors = two_ranks.run(expected_error, 2, Synchronised, [[[one], [two]]], "window", options)
-    assert errors[0] == errors[1]
-    assert "[2, 3]" in errors[0]
-
-
 def with_warnings(*arguments):
     with pytest.MonkeyPatch.context() as patch:
         logs = []

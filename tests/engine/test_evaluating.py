@@ -12,7 +12,7 @@ from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.config.settings import RecoveryOptions
-from d2_memfit.engine.evaluating import recovering_inference
+from d2_memfit.engine.evaluating import evaluating, recovering_inference
 from d2_memfit.errors import OutOfMemoryError
 
 pytestmark = pytest.mark.slow
@@ -119,6 +119,14 @@ def test_the_model_can_be_pickled_meanwhile_and_is_afterwards_as_it_was():
         assert type(model) is type(copied) is original
         assert_same_outputs(*([{"image_id": 0, **o} for o in m(batch)] for m in (copied, model)))
     assert set(vars(model)) == before
+
+
+def test_training_draws_what_it_would_without_an_evaluation():
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
+    before = torch.get_rng_state()
+    with evaluating(cfg, tiny_model(cfg)):
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_test_time_augmentation_is_recovered_too(tmp_path):

@@ -62,21 +62,6 @@ def test_a_resumed_loop_goes_on_as_if_nothing_had_happened(tmp_path, precision):
     assert [i for _, i in storage.history("total_loss").values()] == [4, 5]
 
 
-def test_the_iteration_is_the_storage_s_however_the_loop_counts():
-    """CenterNet2 and Detic step the storage before the forward, so that they count from one."""
-    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    trainer = AccumulatingTrainer(model, [images(1)] * 9, optimizer)
-    seen = []
-    with EventStorage(5) as storage:
-        for iteration in range(5, 8):
-            storage.step()
-            trainer.run_step()
-            seen.append((trainer.iter, iteration + 1))
-    assert seen == [(6, 6), (7, 7), (8, 8)]
-    assert [i for _, i in storage.history("total_loss").values()] == [6, 7, 8]
-
-
 def stepped(rank, accumulates):
     """Weights after two windows of a loop that steps by itself, or of ``run_step``."""
     model = tiny_model(tiny_cfg("proposal_network", fpn=False))

@@ -93,7 +93,7 @@ def test_the_last_error_is_raised_on_every_rank(two_ranks):
 def sizes_after_resuming(rank, state):
     model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
     trainer = AccumulatingTrainer(model, [[]], sgd(model), recovery=RecoveryOptions())
-    trainer.load_state_dict({**trainer.state_dict(), "recovery": state})
+    trainer.load_state_dict(state)
     return trainer.cutter.images
 
 
@@ -106,7 +106,7 @@ def recovery_state_after_a_failure(rank):
     iterate(trainer)
     trainer.gather_states()
     trainer.state_dict()  # of a checkpoint before, after the same iteration
-    return trainer.state_dict()["recovery"]
+    return trainer.state_dict()
 
 
 def test_each_rank_resumes_the_size_that_it_has_learned(two_ranks):

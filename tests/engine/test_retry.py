@@ -442,28 +442,3 @@ def event(num_images=2):
     error = torch.OutOfMemoryError("CUDA out of memory")
     with EventStorage(7):
         return record_of().event(error, "forward", images(num_images, size=70))
-
-
-def test_an_event_holds_what_a_user_must_know(tmp_path):
-    record = record_of(tmp_path / "new")
-    made = event()
-    record.log(made, "done")
-    record.log(made, "done")
-    lines = (tmp_path / "new" / "memfit_oom.jsonl").read_text().splitlines()
-    assert len(lines) == 2
-    read = json.loads(lines[0])
-    assert read.pop("allocated_gb") > 0.1
-    assert read.pop("reserved_gb") > 0.1
-    assert read.pop("time") > 1.6e9
-    described = {"height": 70, "width": 70, "num_instances": 3}
-    assert read == {
-        "iteration": 7,
-        "phase": "forward",
-        "micro_batch": 2,
-        "images": [{"file_name": f"image_{i}.png", "image_id": i, **described} for i in range(2)],
-        "size": [70, 70],
-        "budget_gb": 6,
-        "error": "CUDA out of memory",
-        "action": "done",
-        "rank": 0,
-    }

@@ -5,7 +5,6 @@ import inspect
 from contextlib import suppress
 
 import pytest
-import torch
 from detectron2.utils.events import EventStorage, get_event_storage
 
 from d2_memfit.engine.storage import WindowStorage
@@ -46,14 +45,6 @@ def test_a_rewind_drops_later_scalars_and_the_name_scope_that_an_error_left_open
     window.write()
     assert storage.history("x").values() == [(1.0, 7), (2.0, 7)]
     assert set(storage.histories()) == {"x", "old"}
-
-
-def test_images_and_histograms_go_to_the_runs_storage(storage):
-    with WindowStorage(storage) as window:
-        window.put_image("picture", torch.zeros(3, 2, 2))
-        window.put_histogram("picture", torch.arange(3.0))
-    assert [name for name, *_ in storage._vis_data] == ["picture"]
-    assert [h["min"] for h in storage._histograms] == [0.0]
 
 
 @pytest.mark.skipif(

@@ -7,11 +7,10 @@ import pytest
 import torch
 from detectron2.engine import hooks
 from detectron2.utils.env import seed_all_rng
-from tiny import images, parameters, relative_difference, run_process, tiny_cfg
+from tiny import parameters, relative_difference, run_process, tiny_cfg
 
 from d2_memfit import MemfitTrainer
 from d2_memfit.techniques import TECHNIQUES
-from d2_memfit.techniques.sharded_optimizer import ShardedOptimizer
 
 pytestmark = pytest.mark.slow
 
@@ -120,43 +119,3 @@ def test_plain_detectron2_loads_and_traces_the_model_that_training_leaves(cfg, c
     assert run.returncode == 0, run.stderr
     assert run.stdout == "20 False\n", run.stderr
     assert "not found" not in run.stderr  # the checkpointer's words for missing weights
-
-
-def train_on_rank(rank, cfg, resume):
-    class FixedTrainer(Trainer):
-        @classmethod
-        def build_train_loader(cls, cfg):
-            return iter([images(1, first=2 * i + rank) for i in range(10)])
-
-        @classmethod
-        def test(cls, cfg, model):
-            return {}
-
-    seed_all_rng(0)
-    trainer = FixedTrainer(cfg)
-    trainer.resume_or_load(resume)
-    trainer.train()
-    return parameters(trainer.model.module), isinstance(trainer.optimizer, ShardedOptimizer)
-
-
-def test_a_sharded_optimizer_is_saved_whole_and_resumed(cfg, two_ranks):
-    cfg.SOLVER.CHECKPOINT_PERIOD = 2
-    cfg.SOLVER.MAX_ITER = 4
-    results = {}
-    for zero in (False, True):
-        cfg.MEMFIT.OPTIMIZER.ZERO = zero
-        cfg.OUTPUT_DIR += "_zero" * zero
-        two_ranks.run(train_on_rank, cfg, False)
-        state = torch.load(f"{cfg.OUTPUT_DIR}/model_0000001.pth", weights_only=True)
-        results[zero] = state["trainer"]["_trainer"]["optimizer"]["state"]
-    assert results[True].keys() == results[False].keys()
-    for index, state in results[False].items():
-        assert torch.equal(results[True][index]["momentum_buffer"], state["momentum_buffer"])
-    cfg.SOLVER.MAX_ITER = 6
-    resumed = {}
-    for zero in (False, True):
-        cfg.MEMFIT.OPTIMIZER.ZERO = zero
-        resumed[zero] = two_ranks.run(train_on_rank, cfg, True)
-    for (plain, _), (sharded, is_sharded) in zip(resumed[False], resumed[True]):
-        assert is_sharded
-        assert relative_difference(sharded, plain) == 0

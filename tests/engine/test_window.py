@@ -8,8 +8,6 @@ import torch
 from injection import iterate
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.config.settings import RecoveryOptions
-from d2_memfit.engine.oom_log import OomLog
 from d2_memfit.engine.window import Window, as_given, count_images
 from d2_memfit.errors import ConfigError
 
@@ -167,12 +165,3 @@ def test_each_image_counts_once(micro_batch, steps):
     num = 4 * steps
     assert model.weight.item() == pytest.approx(-sum(i * i for i in range(num)) / num)
     assert storage.latest()["effective_batch"][0] == num
-
-
-def test_an_out_of_memory_error_names_them():
-    image = {"image": torch.zeros(3, 4, 6), "image_id": 7, "file_name": "7.png"}
-    oom_log = OomLog(RecoveryOptions(), torch.nn.Linear(1, 1))
-    event = oom_log.event(MemoryError(), "forward", ([image, image], [image, image]))
-    assert event["micro_batch"] == 2
-    assert [i["image_id"] for i in event["images"]] == [7] * 4
-    assert event["size"] == (4, 6)

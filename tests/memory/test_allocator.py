@@ -4,7 +4,6 @@
 import os
 
 import pytest
-import torch
 
 from d2_memfit.memory import segments_expand, use_expandable_segments
 
@@ -27,11 +26,4 @@ def test_options_of_the_user_stay(monkeypatch, name):
     monkeypatch.setenv(name, "max_split_size_mb:64")
     use_expandable_segments()
     assert os.environ[name] == "max_split_size_mb:64"
-    assert not segments_expand()
-
-
-def test_once_cuda_has_started_it_is_too_late(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    use_expandable_segments()
-    assert not any(name in os.environ for name in NAMES)
     assert not segments_expand()
