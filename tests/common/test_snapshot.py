@@ -14,6 +14,7 @@ import torch
 from injection import iterate
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.common.snapshot import Snapshot
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 
 
@@ -181,6 +182,16 @@ def test_state_is_as_before_when_a_forward_is_run_again(kind):
 def test_state_is_as_before_after_a_test_of_what_losses_are_divided_by(kind):
     first, *_, again, _ = train(*kind, policy="window")
     assert again == first
+
+
+def test_the_random_generators_are_put_back():
+    def drawn():
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    before = Snapshot(torch.nn.Linear(1, 1))
+    first = drawn()
+    before.restore()
+    assert drawn() == first
 
 
 def test_large_tensors_that_a_forward_replaces_are_not_kept():
