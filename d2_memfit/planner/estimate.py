@@ -13,7 +13,7 @@ from typing import Any, Optional, Union
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..common.units import GB, MB
+from ..common.units import GB
 from ..job import (
     EXTREME_SIZES,
     TYPICAL_SIZE,
@@ -29,22 +29,18 @@ from ..job import (
 from ..memory import segments_expand
 from ..techniques import loader_bytes
 from .device import DeviceModel, DeviceUse
-from .dry_run import Allocate, Timeline, one_line_errors
+from .errors import one_line_errors
 from .from_run import as_in_run
 from .probe import check_probe, measured_uses
 from .steps import Session
+from .timeline import Allocate, Timeline
 
-__all__ = ["DryJob", "Margin", "MemoryEstimate", "dry_job_of", "estimate_memory", "margin_of"]
+__all__ = ["DryJob", "MemoryEstimate", "dry_job_of", "estimate_memory"]
 
 
 _FEW = 3  # images: above, memory is on lines through the runs of 2 and of 3
 _CLOSE = 1.03  # times the budget: expected memory between blocks is not exact
-SHARE_OF_SOFTWARE = 0.06  # of the tensors, that other software may need more or less
-_SAME_SOFTWARE = 0.02  # on the CPU, and if a run of the same model was measured
 _FEW_PROPOSALS = 0.6  # of the heads of masks and keypoints, which run on proposals on objects
-# What a context and loaded kernels take at most, and what a process on a CPU takes beside its
-# tensors, in MB (docs/HOW_ACCURATE.md).
-_CONTEXT_MB, _OF_A_CPU_MB = 426 + 380, 360
 # The most objects in an image that are told apart, and bytes of one that do not count.
 MOST_OBJECTS, _LITTLE_BYTES = 1000, 1024
 _UNKNOWN_CARD = 0.5  # of the tensors, upwards: cuDNN may choose any algorithm
@@ -122,46 +118,6 @@ class MemoryEstimate:
     objects_that_fit: Optional[int] = None
 
 
-@dataclass(frozen=True)
-class Margin:
-    """The headroom of a budget, which is ``factor`` x the job's limit + ``more_bytes``."""
-
-    factor: float
-    more_bytes: float = 0.0
-
-    def limit_bytes(self, budget_bytes: float) -> int:
-        """The most that a job may need within a budget."""
-        return int((budget_bytes - self.more_bytes) / self.factor)
-
-    def budget_bytes(self, limit_bytes: float) -> float:
-        """The smallest budget for a job that needs this many bytes."""
-        return self.factor * limit_bytes + self.more_bytes
-
-
-def margin_of(job: Job, device: DeviceModel) -> Margin:
-    """The headroom of MEMFIT.PLAN.MARGIN, or what other software and another context may add."""
-    share: Optional[float] = job.cfg.MEMFIT.PLAN.MARGIN
-    if share is not None:
-        return Margin(1 / (1 - share))
-    of_tensors = _software_share(device)
-    outside = sum(device.outside_bytes(job.ranks).values())
-    return Margin(1 + of_tensors, _more_context_bytes(device) - of_tensors * outside)
-
-
-def _software_share(device: DeviceModel) -> float:
-    is_the_same = device.tensors_are_measured or not device.is_gpu
-    return _SAME_SOFTWARE if is_the_same else SHARE_OF_SOFTWARE
-
-
-def _more_context_bytes(device: DeviceModel) -> float:
-    """Bytes that a context may take in addition, or a process on a CPU beside its tensors."""
-    if device.is_gpu:
-        known = device.context_is_measured
-        return 0 if known else max(_CONTEXT_MB - device.context_mb - device.kernels_mb, 0) * MB
-    known = device.tensors_are_measured
-    return 0 if known else max(_OF_A_CPU_MB - device.other_tensors_mb, 0) * MB
-
-
 class DryJob:
     """A job on a device, and its dry runs, each of which is made when it is needed.
 
@@ -173,7 +129,6 @@ class DryJob:
 
     Attributes:
         session: makes the dry runs.
-        margin: headroom of a budget.
         expandable_segments: whether the allocator of a GPU grows its segments, as under a budget.
     """
 
@@ -189,7 +144,6 @@ class DryJob:
         self._progress = progress
         self._runs: dict[tuple[int, bool], Timeline] = {}  # by images, and whether it accumulates
         self._uses: dict[int, DeviceUse] = {}  # by a timeline's identity
-        self.margin = margin_of(job, device)
         self.expandable_segments = segments_expand(under_budget=job.budget_gb is not None)
         self.measured: list[DeviceUse] = []  # by a probe: training, and evaluation
         self.notes: tuple[str, ...] = ()
@@ -271,7 +225,7 @@ class DryJob:
     def _use(self, timeline: Timeline) -> DeviceUse:
         known = self._uses.get(id(timeline))
         if known is None:
-            known = self.device.use(timeline, None, self.expandable_segments, self.job.ranks)
+            known = self.device.use(timeline, self.expandable_segments, self.job.ranks)
             self._uses[id(timeline)] = known
         return known
 
@@ -317,7 +271,7 @@ class DryJob:
         return places
 
     def _peak(self, timeline: Timeline) -> int:
-        return self.device.use(timeline, None, self.expandable_segments).allocated_bytes
+        return self.device.use(timeline, self.expandable_segments).allocated_bytes
 
     def uses(self, num_images: Optional[int] = None) -> Iterator[DeviceUse]:
         """Device memory of training, and of evaluation if there is one."""
@@ -337,8 +291,13 @@ class DryJob:
 
         It would do so in each iteration, and recovery would then halve the micro-batches.
         """
-        between = use.reserved_bytes - use.allocated_bytes
-        return max(self.margin.budget_bytes(use.total_bytes - between), use.total_bytes)
+        outside, headroom = use.total_bytes - use.reserved_bytes, self.headroom_bytes(use)
+        return max(use.allocated_bytes + headroom, use.reserved_bytes) + outside
+
+    def headroom_bytes(self, use: DeviceUse) -> float:
+        """What other software and another context may take in addition."""
+        of_tensors, of_context = self.device.margin
+        return of_tensors * use.allocated_bytes + of_context
 
     def fits(self, budget_gb: float, num_images: Optional[int] = None) -> bool:
         """Whether a micro-batch fits a budget, and evaluation does, by dry runs."""
@@ -360,8 +319,7 @@ class DryJob:
         """Floating-point operations of an image in a forward and a backward."""
         self.use()
         (num_images, _), timeline = next(iter(self._runs.items()))
-        counts = (timeline.work[phase].all_operators for phase in ("forward", "backward"))
-        return sum(op.flops * num for count in counts for op, num in count.items()) / num_images
+        return (timeline.flops["forward"] + timeline.flops["backward"]) / num_images
 
     @property
     def offloaded_bytes(self) -> int:
@@ -371,8 +329,7 @@ class DryJob:
         """
         self.use()
         (num_images, _), timeline = max(self._runs.items(), key=lambda run: run[0])
-        copies = timeline.work["forward"].copies
-        num_bytes = sum(1 << (copy.num_bytes - 1).bit_length() for copy in copies)
+        num_bytes = sum(1 << (copied - 1).bit_length() for copied in timeline.offloaded)
         return num_bytes * -(-self.num_images // num_images)
 
     @property
@@ -421,11 +378,11 @@ class DryJob:
         )
         run = self._runs.get((n, n < self.job.geometry.window))
         places = _places_in(self.device, run) if run else self._places_of(n)
-        use = self.use()
-        outside = use.total_bytes - use.reserved_bytes
+        use, (of_tensors, of_context) = self.use(), self.device.margin
+        room = budget_gb * GB - use.total_bytes + use.reserved_bytes
         room = min(
-            self.margin.limit_bytes(budget_gb * GB) - outside,
-            (budget_gb * GB - outside) * use.allocated_bytes / use.reserved_bytes,
+            (room - of_context) / (1 + of_tensors),
+            room * use.allocated_bytes / use.reserved_bytes,
         )
         most = float(MOST_OBJECTS)
         for at in places.keys() & twice.keys() & four_times.keys():
@@ -444,8 +401,7 @@ class DryJob:
         total = self.total_bytes()
         geometry = self.job.geometry
         low, high, typical, wider = self._range(use, with_range)
-        outside = total - use.allocated_bytes
-        more_context = _more_context_bytes(self.device)
+        outside, (_, of_context) = total - use.allocated_bytes, self.device.margin
         return MemoryEstimate(
             device=self.device.description,
             from_run=self.device.from_run,
@@ -464,7 +420,7 @@ class DryJob:
             evaluation_host_gb=self.evaluation_host_bytes / GB,
             typical_gb=None if typical is None else typical / GB,
             range_gb=(low / GB, high / GB),
-            device_range_gb=((low + outside) / GB, (high + outside + more_context) / GB),
+            device_range_gb=((low + outside) / GB, (high + outside + of_context) / GB),
             wider=tuple(wider),
             breakdown={owner: n / GB for owner, n in use.breakdown.most_common()},
             outside={owner: n / GB for owner, n in use.outside.most_common()},
@@ -497,7 +453,8 @@ class DryJob:
         if of_heads:
             wider.append("few proposals may be on objects")
             least *= 1 - _FEW_PROPOSALS * of_heads
-        most = [_software_share(device) * worst]
+        of_software = device.margin[0] * worst
+        most = [of_software]
         if with_typical and batches.typical is not None and not self.session.has_roi_heads:
             few, accumulates = max(run for run in self._runs if run[0] <= _FEW)
             images = self.job.training_batch(few, batches.typical)
@@ -518,7 +475,7 @@ class DryJob:
             wider.append("PyTorch's release is not known")
             most.append(self.session.gradient_bytes)
         low = fixed + least
-        return low - _software_share(device) * worst, worst + math.hypot(*most), typical, wider
+        return low - of_software, worst + math.hypot(*most), typical, wider
 
     def _padded_area(self, size: Size) -> int:
         """Pixels of the largest micro-batch if images have another shape."""
@@ -576,9 +533,8 @@ def estimate_memory(
             from ``trainer`` to ``num_instances``, and ``num_gpus``, already.
         num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is for all of them. None is the
             world size of this process.
-        device: the name of a file in ``d2_memfit/planner/device/devices`` or of a card, or the path
-            of a device file. None is the CPU with MODEL.DEVICE cpu, else this machine's GPU, else a
-            current CUDA card.
+        device: as for :meth:`DeviceModel.choose`. None is the CPU with MODEL.DEVICE cpu, else this
+            machine's GPU, else a current CUDA card.
         probe: run the iteration on this machine's GPU, and measure it.
         trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
         batch: images of the largest batch, see :class:`~d2_memfit.job.batches.GivenBatches`; or the

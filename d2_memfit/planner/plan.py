@@ -25,9 +25,10 @@ from ..job import Job, Size
 from ..memory import available_host_bytes, check_budget
 from ..techniques import TIERS, blocks_of, get_technique, techniques_in_plans
 from .device import DeviceModel
-from .dry_run import Allocate, Timeline, one_line_errors
+from .errors import one_line_errors
 from .estimate import DryJob, MemoryEstimate, dry_job_of
 from .steps import that_work
+from .timeline import Allocate, Timeline
 
 __all__ = ["Plan", "PlanStep", "plan_memory"]
 
@@ -449,7 +450,7 @@ class Ladder:
         is_of_work = not {_OFFLOAD} & {*rung.names} and all(s.tier != "precision" for s in steps)
         return Plan(
             budget_gb=self._budget_gb,
-            margin=1 - dry_job.margin.limit_bytes(budget) / budget,
+            margin=dry_job.headroom_bytes(dry_job.use()) / budget,
             fits=fits,
             steps=steps,
             settings=settings,
@@ -543,5 +544,5 @@ def _saved_by_blocks(timeline: Timeline, factor: float) -> tuple[Counter[str], C
         made = (e.allocation for e in timeline.events[call.begin : call.end] if type(e) is Allocate)
         kept = (a for a in made if a in at_peak and a not in call.outputs)
         saved[call.name] += round(factor * sum(a.num_bytes for a in kept))
-        work[call.name] += sum(op.flops * n for op, n in call.work.all_operators.items())
+        work[call.name] += call.flops
     return +saved, work

@@ -20,18 +20,13 @@ from ..errors import MemfitError
 from ..job import Job, LossFn, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
 from ..techniques import get_technique, ready_to_evaluate
-from .dry_run import (
-    Allocate,
-    DryRun,
-    Timeline,
-    WithoutValues,
-    detect_most,
-    make_fake,
-    noted_calls,
-    parts_with_roi_heads,
-    worst_case,
-)
-from .stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu, fast_matching
+from .compiled_operators import compiled_operators
+from .dry_run import DryRun, WithoutValues, noted_calls
+from .matching import fast_matching
+from .meta import make_fake
+from .stand_ins import casts_of_cuda, cuda_as_cpu
+from .timeline import Allocate, Timeline
+from .worst_outputs import detect_most, parts_with_roi_heads, worst_case
 
 __all__ = ["Session", "build", "build_with_values", "infer", "iterate", "that_work"]
 

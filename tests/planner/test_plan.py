@@ -239,7 +239,6 @@ def small_job(seed):
     cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN, cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 2000, 512
     cfg.SOLVER.IMS_PER_BATCH, cfg.SEED = 1, seed
-    cfg.MEMFIT.PLAN.MARGIN = 0.01
     return cfg
 
 

@@ -22,10 +22,10 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ...common.patching import Groups
-from ...compat import pretended_compiled_ops
-from ...compat.pytorch import pair
-from ..dry_run import is_fake
+from ..common.patching import Groups
+from ..compat import pretended_compiled_ops
+from ..compat.pytorch import pair
+from .meta import is_fake
 
 __all__ = ["compiled_operators", "upright"]
 

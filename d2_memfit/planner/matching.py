@@ -11,14 +11,15 @@ from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes
 from torch import nn
 
-from ...common.patching import (
+from ..common.patching import (
     knows_function,
     modules_with,
     replaced_functions,
     replaced_together,
     source_files,
 )
-from ..dry_run import DryRun, is_fake, make_fake, make_real
+from .dry_run import DryRun
+from .meta import is_fake, make_fake, make_real
 
 __all__ = ["fast_matching"]
 
