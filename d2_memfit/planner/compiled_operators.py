@@ -2,8 +2,8 @@
 """Stand-ins for compiled operators: the same allocations as on a GPU, without values.
 
 Deformable convolution is torchvision's operator, which has a meta kernel. Its weights are those of
-Detectron2's modules. Rotated boxes are as large as the upright ones around them. Deformable
-attention is that of Deformable DETR, which other projects have by the same name.
+Detectron2's modules. Deformable attention is that of Deformable DETR, which other projects have by
+the same name.
 """
 
 import math
@@ -12,28 +12,21 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from detectron2 import layers
 from detectron2.modeling.backbone import resnet
-from detectron2.structures import Boxes, RotatedBoxes, pairwise_iou, rotated_boxes
 from torch import nn
 from torch.autograd import Function
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ..common.patching import Groups
 from ..compat import pretended_compiled_ops
 from ..compat.pytorch import pair
-from .meta import is_fake
 
-__all__ = ["compiled_operators", "upright"]
+__all__ = ["compiled_operators"]
 
-# Files of detectron2.layers, which has functions by the names of two of them.
-deform_conv, nms, roi_align_rotated = (
-    import_module(f"detectron2.layers.{name}")
-    for name in ("deform_conv", "nms", "roi_align_rotated")
-)
+deform_conv = import_module("detectron2.layers.deform_conv")  # a function has this name, too
 
 _ATTENTION = "MultiScaleDeformableAttention"
 
@@ -43,24 +36,15 @@ _deform_conv2d_backward = torch.ops.torchvision._deform_conv2d_backward
 
 def compiled_operators() -> Groups:
     """For :func:`cuda_as_cpu`: run models that need operators compiled by Detectron2 for a GPU."""
-    places: list[tuple[Any, dict[str, Any]]] = [
-        (deform_conv, {"deform_conv": _convolve, "modulated_deform_conv": _convolve_modulated}),
-        (roi_align_rotated, {"roi_align_rotated": _RoiAlignRotated.apply}),
-        (nms, {"nms_rotated": _nms_rotated}),
-        (rotated_boxes, {"pairwise_iou_rotated": _pairwise_iou_rotated}),
-    ]
+    functions = {"deform_conv": _convolve, "modulated_deform_conv": _convolve_modulated}
+    places: list[tuple[Any, dict[str, Any]]] = [(deform_conv, functions)]
     if _ATTENTION in sys.modules:
         attention = {"ms_deform_attn_forward": _attend, "ms_deform_attn_backward": _attend_backward}
         places.append((sys.modules[_ATTENTION], attention))
     if not issubclass(deform_conv.DeformConv, nn.Module):
         classes = {name: getattr(_source(), name) for name in ("DeformConv", "ModulatedDeformConv")}
-        places += [(layers, classes), (resnet, classes), (_source(), places[0][1])]
+        places += [(layers, classes), (resnet, classes), (_source(), functions)]
     return [([file], {k: _by(f) for k, f in functions.items()}) for file, functions in places]
-
-
-def upright(boxes: Boxes) -> Boxes:
-    """The ``Boxes`` around ``RotatedBoxes``; ``Boxes`` are returned unchanged."""
-    return Boxes(_upright(boxes.tensor)) if isinstance(boxes, RotatedBoxes) else boxes
 
 
 def _by(new: Any) -> Callable[[Any], Any]:
@@ -121,63 +105,19 @@ def _all_there(tensors: Any) -> Any:
     return x, weight, offset, mask, x.new_zeros(len(weight)) if bias is None else bias
 
 
-def _convolve(
-    x: torch.Tensor,
-    offset: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    deformable_groups: int = 1,
-    im2col_step: int = 64,
-) -> Any:
-    settings = (*pair(stride), *pair(padding), *pair(dilation), groups, deformable_groups)
-    images_at_once = max(n for n in range(1, im2col_step + 1) if len(x) % n == 0)
-    return _Deformable.apply(images_at_once, settings, x, weight, offset, None, None)
+def _convolve(x: torch.Tensor, offset: Any, weight: Any, *settings: Any) -> Any:
+    images_at_once = max(n for n in range(1, 65) if len(x) % n == 0)
+    return _Deformable.apply(images_at_once, _pairs(*settings), x, weight, offset, None, None)
 
 
 def _convolve_modulated(
-    x: torch.Tensor,
-    offset: torch.Tensor,
-    mask: torch.Tensor,
-    weight: torch.Tensor,
-    bias: Optional[torch.Tensor] = None,
-    stride: int = 1,
-    padding: int = 0,
-    dilation: int = 1,
-    groups: int = 1,
-    deformable_groups: int = 1,
+    x: torch.Tensor, offset: Any, mask: Any, weight: Any, bias: Any, *settings: Any
 ) -> Any:
-    settings = (*pair(stride), *pair(padding), *pair(dilation), groups, deformable_groups)
-    return _Deformable.apply(1, settings, x, weight, offset, mask, bias)
+    return _Deformable.apply(1, _pairs(*settings), x, weight, offset, mask, bias)
 
 
-if _deform_conv2d not in flop_registry:
-
-    @register_flop_formula(_deform_conv2d)
-    def _flops(x: Any, weight: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        return 2 * math.prod(out_shape) * math.prod(weight[1:])
-
-    @register_flop_formula(_deform_conv2d_backward)
-    def _flops_backward(gradient: Any, x: Any, weight: Any, *args: Any, **kwargs: Any) -> int:
-        return 2 * 2 * math.prod(gradient) * math.prod(weight[1:])
-
-
-class _RoiAlignRotated(Function):
-    """Rotated RoIAlign, which saves only the boxes, as Detectron2's does."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, features: torch.Tensor, boxes: torch.Tensor, size: Any, scale: float, ratio: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(boxes)
-        ctx.shape = features.shape
-        return features.new_zeros(len(boxes), features.shape[1], *pair(size))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient.new_zeros(ctx.shape), None, None, None, None
+def _pairs(stride: Any, padding: Any, dilation: Any, *groups: int) -> tuple[int, ...]:
+    return *pair(stride), *pair(padding), *pair(dilation), *groups
 
 
 def _attend(
@@ -201,21 +141,3 @@ def _attend_backward(
     *args: Any,
 ) -> Any:
     return torch.zeros_like(value), torch.zeros_like(locations), torch.zeros_like(weights)
-
-
-def _nms_rotated(boxes: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
-    return torch.ops.torchvision.nms(_upright(boxes), scores, threshold)
-
-
-def _pairwise_iou_rotated(boxes1: torch.Tensor, boxes2: torch.Tensor) -> torch.Tensor:
-    if is_fake((boxes1, boxes2)):
-        return boxes1.new_empty(len(boxes1), len(boxes2))
-    return pairwise_iou(Boxes(_upright(boxes1)), Boxes(_upright(boxes2)))
-
-
-def _upright(boxes: torch.Tensor) -> torch.Tensor:
-    """Corners [N, 4] of the smallest upright boxes around rotated boxes [N, 5]."""
-    x, y, width, height, degrees = boxes.unbind(1)
-    cos, sin = torch.deg2rad(degrees).cos().abs(), torch.deg2rad(degrees).sin().abs()
-    half_width, half_height = (width * cos + height * sin) / 2, (width * sin + height * cos) / 2
-    return torch.stack([x - half_width, y - half_height, x + half_width, y + half_height], dim=1)

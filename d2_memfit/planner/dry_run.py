@@ -10,7 +10,6 @@ from typing import Any, Optional
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
 from ..compat.pytorch import (
     TorchDispatchMode,
@@ -57,6 +56,8 @@ _BIASES = {
     aten.native_group_norm.default: (2, 1),
     aten.native_layer_norm.default: (3, -1),
 }
+# Matrix products, and the position of the first factor, by whose last dimension they sum.
+_PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 _TRUE_OF_ZEROS = {aten.ge.Tensor, aten.le.Tensor}
 # Views by another name, and the operator that resizes its argument.
 _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
@@ -164,7 +165,7 @@ class DryRun(OwnerMeter):
             if self.phase == "forward" and not _moves_nothing(func):
                 self.timeline.offloaded.append(sum(t.nbytes for t in made))
             return
-        self.timeline.flops[self.phase] += _flops(func, args, kwargs, result)
+        self.timeline.flops[self.phase] += _flops(func, args, result)
         if func is aten.convolution.default:
             self._note_workspace(args[0], args[1], result, args)
         elif func is aten.convolution_backward.default:
@@ -279,14 +280,19 @@ def workspace_bytes(
     return x.nbytes + weight.nbytes + y.nbytes
 
 
-def _flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> int:
+def _flops(func: Any, args: _Args, result: Any) -> int:
     """Floating-point operations of a convolution or a matrix product; 0 for others."""
-    if func.overloadpacket not in flop_registry:
+    if func.overloadpacket in _PRODUCTS:
+        factor = args[_PRODUCTS[func.overloadpacket]]
+        return 2 * result.numel() * factor.shape[-1]
+    if func is aten.convolution.default:
+        x, weight, y, is_transposed, gradients = args[0], args[1], result, args[6], 1
+    elif func is aten.convolution_backward.default:
+        (y, x, weight), is_transposed, gradients = args[:3], args[7], sum(args[10][:2])
+    else:
         return 0
-    if func is aten.convolution_backward.default:  # PyTorch's own count is wrong with groups
-        forward = (args[1], args[2], None, *args[4:8])
-        return sum(args[10][:2]) * flop_registry[aten.convolution](*forward, out_val=args[0])
-    return flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
+    pixels = x if is_transposed else y  # every pixel meets the whole filter
+    return 2 * gradients * pixels.numel() // pixels.shape[1] * weight.numel()
 
 
 @cache
@@ -352,8 +358,8 @@ def _most_bytes(func: Any, args: _Args, kwargs: _Kwargs, is_float: bool = False)
 def _multiplies_gradients(func: Any) -> bool:
     """Whether an operator is a matrix product in a backward, where no size depends on values."""
     operator = func.overloadpacket
-    # The registry does not have the CPU's attention.
-    is_product = operator in flop_registry or "attention" in operator.__name__
+    is_product = operator in _PRODUCTS or func is aten.convolution_backward.default
+    is_product = is_product or "attention" in operator.__name__
     return is_product and autograd_node_number() is not None
 
 

@@ -65,7 +65,7 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
         return match
 
     files = source_files(model.modules())
-    names = [n for n in ("pairwise_iou", "pairwise_iou_rotated") if knows_function(files, n)]
+    names = ["pairwise_iou"] if knows_function(files, "pairwise_iou") else []
     solver = "linear_sum_assignment"
     # A matcher need not be a module of the model.
     matchers = [f for f in files if solver in vars(f)]

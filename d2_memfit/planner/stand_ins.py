@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from itertools import chain
+from types import FunctionType
 from typing import Any, Optional
 
 import torch
@@ -68,6 +69,7 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (cuda.nvtx, {"range": _answer(nullcontext())}),
         (cuda, {name: _other(getattr(torch, name)) for name in _TENSOR_TYPES}),
         (DistributedDataParallel, {"__init__": _without_devices}),
+        (torch, {"compile": _compile_later}),
     ]
 
 
@@ -135,6 +137,24 @@ def _without_devices(init: Callable[..., None]) -> Callable[..., None]:
         init(self, module, **{**kwargs, "device_ids": None, "output_device": None})
 
     return init_on_cpu
+
+
+def _compile_later(compile: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile functions when they are called: bitsandbytes has some that nobody calls."""
+
+    @wraps(compile)
+    def compile_when_called(model: Any = None, **options: Any) -> Any:
+        if not isinstance(model, FunctionType):
+            return compile(model, **options)
+        made = cache(lambda: compile(model, **options))
+
+        @wraps(model)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return made()(*args, **kwargs)
+
+        return run
+
+    return compile_when_called
 
 
 def _asked_of_cpu(function: Callable[[str], bool]) -> Callable[..., bool]:
