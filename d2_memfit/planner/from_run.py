@@ -36,10 +36,19 @@ def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
     Raises:
         ConfigError: the run has no record, or one that says nothing about the job.
     """
-    record = RunRecord.read(run)
-    if reason := _why_it_does_not_count(record, device, job):
-        raise ConfigError(f"--run {run} says nothing about this job: {reason}")
-    allocated_gb, *_ = record.settings[_PREDICTED]
+    record, here = RunRecord.read(run), _torch_device(device)
+    predicted = record.settings.get(_PREDICTED)
+    is_here = here is not None and record.here == device_and_software(here)
+    for counts, reason in (
+        (is_here, "it had another device, or other software"),
+        (record.ranks == job.ranks, f"it had {record.ranks} ranks, not {job.ranks}"),
+        (job.family and record.family == job.family, "it trained another model"),
+        (not record.had_errors, "it ran out of memory"),
+        (fits(predicted, tuple[float, float, float]), f"its config has no plan with {_PREDICTED}"),
+    ):
+        if not counts:
+            raise ConfigError(f"--run {run} says nothing about this job: {reason}")
+    allocated_gb, *_ = predicted
     more_mb = (record.allocated_bytes - allocated_gb * GB) / MB
     if more_mb > 0 or record.iterations >= _LONG:
         device = replace(
@@ -60,21 +69,6 @@ def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
         f"predicted, {record.outside_bytes / GB:.2f} GB outside the allocator"
     )
     return replace(device, from_run=line)
-
-
-def _why_it_does_not_count(record: RunRecord, device: DeviceModel, job: Job) -> str:
-    here = _torch_device(device)
-    if here is None or record.here != device_and_software(here):
-        return "it had another device, or other software"
-    if record.ranks != job.ranks:
-        return f"it had {record.ranks} ranks, not {job.ranks}"
-    if not job.family or record.family != job.family:
-        return "it trained another model"
-    if record.had_errors:
-        return "it ran out of memory"
-    if not fits(record.settings.get(_PREDICTED), tuple[float, float, float]):
-        return "its config has no plan with MEMFIT.PLAN.PREDICTED_GB: plan once, then train that"
-    return ""
 
 
 def _torch_device(device: DeviceModel) -> Optional[torch.device]:

@@ -13,7 +13,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
-from ..common.patching import Groups, source_files
+from ..common.patching import Groups
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..config.precision import Precision
 from ..errors import MemfitError
@@ -82,16 +82,6 @@ class Session:
         """
         precision = self._job.precision("cpu")
         micro_batches = copy_of(micro_batches)  # a caller's would stay on the device
-        scripted = _not_optimised(self.model, precision.dtype)
-        timeline = self._train(micro_batches, precision, accumulates)
-        if scripted:
-            _optimised.update(scripted)
-            timeline = self._train(micro_batches, precision, accumulates)
-        return timeline
-
-    def _train(
-        self, micro_batches: Sequence[Any], precision: Precision, accumulates: bool
-    ) -> Timeline:
         self.images += map(len, micro_batches)
         casts = casts_of_cuda() if self._like_gpu else ()
         with self._running(micro_batches, casts) as run, noted_calls(self.model, run):
@@ -154,20 +144,6 @@ class Session:
         left.events = [event for event in left.events if isinstance(event, Allocate)]
         self._run.timeline = left
         return before
-
-
-def _not_optimised(model: nn.Module, dtype: torch.dtype) -> set[Any]:
-    """TorchScript functions in a model's files that no dry run has called.
-
-    PyTorch optimises them after their first call, once for each number format of autocast. So the
-    first call has other operators.
-    """
-    values = [value for file in source_files(model.modules()) for value in vars(file).values()]
-    scripted = [value for value in values if isinstance(value, torch.jit.ScriptFunction)]
-    return {(function, dtype) for function in scripted} - _optimised
-
-
-_optimised: set[Any] = set()
 
 
 def iterate(
@@ -244,7 +220,10 @@ def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
 def _as_on_gpu(stand_ins: Groups = ()) -> Iterator[None]:
     """Run the code for a GPU, in one thread: little is computed, so more threads do not help."""
     num_threads = torch.get_num_threads()
-    with alone(), cuda_as_cpu(compiled_operators(), stand_ins), unchanged_random_state():
+    # Otherwise PyTorch's first call of a TorchScript function has other operators than later ones.
+    as_it_is = torch.jit.optimized_execution(False)
+    stand_ins = cuda_as_cpu(compiled_operators(), stand_ins)
+    with alone(), stand_ins, unchanged_random_state(), as_it_is:
         torch.set_num_threads(1)
         try:
             yield

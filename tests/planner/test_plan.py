@@ -291,13 +291,13 @@ def test_techniques_that_only_run_alone_do_not_end_a_plan(monkeypatch):
 def images_of_runs(monkeypatch):
     """Numbers of images of all dry runs of training steps, in order."""
     images = []
-    train = Session._train
+    train = Session.train
 
-    def counted(self, micro_batches, *args):
+    def counted(self, *micro_batches, **options):
         images.extend(map(len, micro_batches))
-        return train(self, micro_batches, *args)
+        return train(self, *micro_batches, **options)
 
-    monkeypatch.setattr(Session, "_train", counted)
+    monkeypatch.setattr(Session, "train", counted)
     return images
 
 
