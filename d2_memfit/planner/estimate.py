@@ -456,6 +456,7 @@ class DryJob:
         wider: list[str] = []
         typical: Optional[float] = None
         timeline = self._runs[max(self._runs)]
+        scale = worst / self._use(timeline).allocated_bytes
         fixed = sum(use.breakdown[owner] for owner in _FIXED)
         least = (worst - fixed) * 1.0
         if batches.has_any_shape:
@@ -463,14 +464,15 @@ class DryJob:
             areas = [self._padded_area(size) for size in (*EXTREME_SIZES, TYPICAL_SIZE)]
             if min(areas) < pixels:  # else a crop decides
                 wider.append("the shape of the images is not known (--coco, or --image-size)")
-                typical = fixed + least * min(areas[-1] / pixels, 1)
-                least *= min(areas) / pixels
-        of_heads = _bytes_of_heads(timeline) / self._use(timeline).allocated_bytes
-        if of_heads:
+                of_largest = _peak_with_pixels(timeline, 1)
+                usual = _peak_with_pixels(timeline, min(areas[-1] / pixels, 1)) / of_largest
+                typical = fixed + least * usual
+                least *= _peak_with_pixels(timeline, min(areas) / pixels) / of_largest
+        if of_heads := _bytes_of_heads(timeline):
             wider.append("few proposals may be on objects")
-            least *= 1 - _FEW_PROPOSALS * of_heads
+            least *= 1 - _FEW_PROPOSALS * scale * of_heads / worst
         of_software = device.margin[0] * worst
-        most = [of_software]
+        most, algorithms = [of_software], 0.0
         has_roi_heads = bool(parts_with_roi_heads(self.session.model))
         if with_typical and batches.typical is not None and not has_roi_heads:
             few, accumulates = max(run for run in self._runs if run[0] <= _FEW)
@@ -482,16 +484,17 @@ class DryJob:
                 typical = (typical or worst) * (1 + change)
                 least *= min(1 + change, 1)
                 most.append(abs(change) * worst * (change > 0 or batches.is_guess))
-        if workspaces := use.breakdown["workspace"]:
+        if more := timeline.more_with_other_algorithms():
             wider.append("other algorithms of convolutions may take more")
-            most.append(workspaces)
+            algorithms = more * scale  # a choice, not an error: all of it may come
         if not device.card_is_known:
             wider.append("the card is not known")
             most.append(_UNKNOWN_CARD * worst)
         if not device.release_is_known:
             wider.append("PyTorch's release is not known")
             most.append(self.session.gradient_bytes)
-        return (fixed + least - of_software, worst + math.hypot(*most)), typical, wider
+        high = worst + algorithms + math.hypot(*most)
+        return (fixed + least - of_software, high), typical, wider
 
     def _padded_area(self, size: Size) -> int:
         """Pixels of the largest micro-batch if images have another shape."""
@@ -518,6 +521,21 @@ def _places_in(device: DeviceModel, timeline: Timeline) -> _Places:
         if isinstance(event, Allocate) and num_bytes > most.get(at, 0):
             most[at], places[at] = num_bytes, live.copy()
     return places
+
+
+def _peak_with_pixels(timeline: Timeline, share: float) -> float:
+    """Peak without parameters and the like, if images have a share of their pixels.
+
+    Attention between all pixels has the square of their number.
+    """
+    live = peak = 0.0
+    for event in timeline.changes():
+        a = event.allocation
+        if a.owner not in _FIXED:
+            is_of_pairs = len(a.shape) == 3 and a.shape[1] == a.shape[2] and a.operator != "input"
+            live += event.num_bytes * (share**2 if is_of_pairs else share)
+            peak = max(peak, live)
+    return peak
 
 
 def _bytes_of_heads(timeline: Timeline) -> int:

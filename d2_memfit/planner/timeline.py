@@ -50,10 +50,15 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory that an operator takes while it runs, in addition to its tensors."""
+    """Memory that an operator takes while it runs, in addition to its tensors.
+
+    Attributes:
+        most_bytes: what another algorithm takes.
+    """
 
     num_bytes: int
     phase: str
+    most_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,12 +134,24 @@ class Timeline:
 
     def changes_bytes(self) -> list[int]:
         """Bytes of each allocation, and their negative when it is freed."""
-        return [event.num_bytes for event in self._changes()]
+        return [event.num_bytes for event in self.changes()]
 
     def bytes_of(self, owner: str) -> int:
         """Bytes of all allocations of an owner."""
         made = (event.allocation for event in self.events if isinstance(event, Allocate))
         return sum(allocation.num_bytes for allocation in made if allocation.owner == owner)
+
+    def more_with_other_algorithms(self) -> int:
+        """What the peak of tensors and workspaces grows by, if each workspace is its largest."""
+        live = peak = most = 0
+        for event in self.events:
+            if isinstance(event, Workspace):
+                peak = max(peak, live + event.num_bytes)
+                most = max(most, live + event.most_bytes)
+            else:
+                live += event.num_bytes
+                peak, most = max(peak, live), max(most, live)
+        return max(most - peak, 0)
 
     def peak(self) -> Counter[str]:
         """Bytes by owner at the peak."""
@@ -145,9 +162,10 @@ class Timeline:
 
     def alive_at_peak(self) -> set[Allocation]:
         end = int(np.cumsum([0, *self.changes_bytes()]).argmax())
-        until_then = self._changes()[:end]
+        until_then = self.changes()[:end]
         gone = {event.allocation for event in until_then if isinstance(event, Free)}
         return {event.allocation for event in until_then} - gone
 
-    def _changes(self) -> list[Change]:
+    def changes(self) -> list[Change]:
+        """Allocations and frees."""
         return [event for event in self.events if not isinstance(event, Workspace)]

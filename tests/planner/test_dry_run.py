@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """A dry run against the same step really computed."""
 
-import json
 import re
 from pathlib import Path
 from types import FunctionType
@@ -13,7 +12,6 @@ from detectron2.config import LazyConfig, instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.modeling.meta_arch import retinanet
 from detectron2.projects.point_rend import add_pointrend_config
-from forks import run_forked
 from fvcore.nn import sigmoid_focal_loss
 from torch import nn
 
@@ -284,29 +282,6 @@ def test_mixed_precision_has_the_formats_of_a_gpu():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert formats() == [in_32, in_32, in_32, in_16]
             assert nn.functional.conv2d(x, weight).dtype == in_16
-
-
-_PYTORCHS_LISTS = """
-import json
-import torch
-from torch.testing._internal.autocast_test_lists import AutocastTestLists
-lists = AutocastTestLists(torch.device("cpu"))
-in_32 = lists.torch_fp32, lists.nn_fp32, lists.methods_fp32
-others = lists.torch_fp16, lists.nn_fp16, lists.torch_need_autocast_promote
-print(json.dumps([[entry[0] for l in group for entry in l] for group in (in_32, others)]))
-"""
-
-
-def test_the_functions_in_float32_are_those_of_pytorchs_own_tests():
-    """Whose import changes PyTorch's settings, so another process has it."""
-    result = run_forked("-c", _PYTORCHS_LISTS)
-    if "ModuleNotFoundError" in result.stderr:
-        pytest.skip(result.stderr.splitlines()[-1])
-    theirs, others = map(set, json.loads(result.stdout))
-    names = theirs - {"nll_loss2d"}  # nll_loss calls it
-    assert len(names) > 40
-    assert names <= _TO_FLOAT32
-    assert not others & _TO_FLOAT32
 
 
 def test_the_functions_in_float32_are_those_of_pytorchs_header():

@@ -115,15 +115,6 @@ def test_a_run_of_something_else_is_an_error(cfg, values, reason, keep):
         estimate(cfg, "cpu", run=keep(cfg, **values))
 
 
-def test_of_several_ranks_the_runs_context_counts(cfg, keep):
-    options = {"device": "cpu", "num_instances": 3, "image_size": (64, 128)}
-    before = estimate_memory(cfg, num_gpus=2, **options)
-    run = keep(cfg, settings=predicting(before), ranks=2)
-    after = estimate_memory(cfg, num_gpus=2, run=run, **options)
-    assert after.outside["context"] == pytest.approx(300 / 1024, rel=1e-6)
-    assert after.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
-
-
 def test_plans_start_from_a_run_too_and_say_so(cfg, wrong, keep):
     run = keep(cfg)
     options = {"num_instances": 3, "image_size": (64, 128)}

@@ -86,11 +86,6 @@ def test_float16_is_not_planned_where_it_is_known_to_fail(mask):
     assert "float16 is known to fail on NVIDIA GeForce GTX 1650" in describe_plan(p)
 
 
-def test_on_a_cpu_16_bits_are_for_what_does_not_fit_otherwise(mask):
-    p = plan(mask, 24, device="cpu")
-    assert p.steps == ()
-
-
 @pytest.mark.parametrize("is_usable", [True, False])
 def test_a_cpu_without_kernels_for_16_bits_has_no_plan_with_them(mask, monkeypatch, is_usable):
     monkeypatch.setattr(plan_module, "has_kernels_for_bfloat16", lambda: is_usable)
@@ -122,15 +117,6 @@ def test_a_users_micro_batch_is_not_made_larger(mask):
     assert p.before.micro_batch_size == p.estimate.micro_batch_size == 2
     p = plan(cfg, 1.9, allow=["exact"])
     assert p.settings["MEMFIT.MICRO_BATCH"] == 1
-
-
-def test_a_recipe_of_other_gpus_is_scaled_as_the_trainer_does_it(mask):
-    cfg = mask.clone()
-    cfg.SOLVER.REFERENCE_WORLD_SIZE = 8
-    assert plan(cfg, 10).before.images_per_gpu == 1
-    cfg.SOLVER.ACCUMULATION_STEPS = 4
-    before = plan(cfg, 10).before
-    assert (before.images_per_gpu, before.accumulation_steps) == (1, 4)
 
 
 def test_estimate_and_plan_agree_on_what_fits(mask):
@@ -190,11 +176,6 @@ def test_with_batch_norm_smaller_micro_batches_are_another_recipe():
     p = plan(cfg, needed_gb(cfg) - 0.05, batch=SMALL, allow=["recipe"])
     assert (p.steps[0].name, p.steps[0].tier) == ("smaller micro-batches", "recipe")
     assert p.steps[0].what == "the images in BatchNorm's statistics"
-
-
-def test_a_users_case_is_what_is_planned_for(mask):
-    small = WorstCase((224, 224), 5)
-    assert plan(mask, 9, batch=small).before.device_total_gb < plan(mask, 9).before.device_total_gb
 
 
 @pytest.mark.parametrize(
