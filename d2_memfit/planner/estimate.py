@@ -20,7 +20,6 @@ from ..job import (
     GivenBatches,
     Job,
     Size,
-    objects_in,
     objects_per_image,
     padded_area,
     size_of,
@@ -232,21 +231,13 @@ class DryJob:
             self._known[key] = make()
         return self._known[key]
 
-    @cached_property
-    def _is_regular(self) -> bool:
-        """Whether all images of a micro-batch are alike. Those of a mapper are the largest."""
-        if not isinstance(self.job.batches, GivenBatches):
-            return True
-        batch = self.job.training_batch()
-        return isinstance(batch, list) and len({(size_of(d), objects_in(d)) for d in batch}) == 1
-
     def expected_use(self, num_images: int) -> DeviceUse:
         """What :meth:`use` is likely to be for 2 images or more, without a dry run of so many.
 
         Each operator of each module has a peak, which is on a line above few images.
         Images that a user gives may differ, so all of them are run.
         """
-        if not self._is_regular:
+        if isinstance(self.job.batches, GivenBatches):
             return self._use(self.whole(num_images))
         return self._once(("line", num_images), lambda: self._on_lines(num_images))
 
@@ -278,9 +269,6 @@ class DryJob:
 
     def _places_in(self, timeline: Timeline) -> _Places:
         return self._once(("places", id(timeline)), lambda: _places_in(self.device, timeline))
-
-    def _peak(self, timeline: Timeline) -> int:
-        return self.device.use(timeline, self.expandable_segments).allocated_bytes
 
     def uses(self, num_images: Optional[int] = None) -> Iterator[DeviceUse]:
         """Device memory of training, and of evaluation if there is one."""
@@ -477,8 +465,9 @@ class DryJob:
         if with_typical and batches.typical is not None and not has_roi_heads:
             few, accumulates = max(run for run in self._runs if run[0] <= _FEW)
             images = self.job.training_batch(few, batches.typical)
-            of_mean = self._peak(self._step(few, accumulates, images))
-            change = of_mean / self._peak(self.run(few, accumulates)) - 1
+            steps = self._step(few, accumulates, images), self.run(few, accumulates)
+            of_mean, of_most = (self._use(step).allocated_bytes for step in steps)
+            change = of_mean / of_most - 1
             if abs(change) > 0.01:
                 wider.append("most images have fewer objects")
                 typical = (typical or worst) * (1 + change)

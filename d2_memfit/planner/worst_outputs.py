@@ -185,11 +185,11 @@ def _detecting_most(note: Note, function: Callable[..., Any]) -> Callable[..., A
 
     @wraps(function)
     def fast_rcnn_inference(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return _most_detections(*args, **kwargs)
-        except (TypeError, ValueError):  # a project's function with other arguments
-            note(_left_alone("detections", f"{function.__module__}.{function.__name__}"))
-            return function(*args, **kwargs)
+        # A project's function may have other arguments.
+        if len(args) == 6 and len(args[0]) == len(args[1]) == len(args[2]):
+            return _most_detections(*args[1:3], topk_per_image=args[5])
+        note(_left_alone("detections", f"{function.__module__}.{function.__name__}"))
+        return function(*args, **kwargs)
 
     return fast_rcnn_inference
 
@@ -204,15 +204,8 @@ def _is_empty(output: Any) -> bool:
 
 
 def _most_detections(
-    boxes: list[torch.Tensor],
-    scores: list[torch.Tensor],
-    image_shapes: list[_Size],
-    score_thresh: float,
-    nms_thresh: float,
-    topk_per_image: int,
+    scores: list[torch.Tensor], image_shapes: list[_Size], topk_per_image: int
 ) -> tuple[list[Instances], list[torch.Tensor]]:
-    if not len(boxes) == len(scores) == len(image_shapes):
-        raise ValueError("these are not lists of the same images")
     results, kept = [], []
     for scores_of_image, size in zip(scores, image_shapes):
         num = len(scores_of_image)
