@@ -456,11 +456,11 @@ class DryJob:
                 usual = _peak_with_pixels(timeline, min(areas[-1] / pixels, 1)) / of_largest
                 typical = fixed + least * usual
                 least *= _peak_with_pixels(timeline, min(areas) / pixels) / of_largest
+        of_software = device.margin[0] * worst
+        most, less, algorithms = [of_software], [of_software], 0.0
         if of_heads := _bytes_of_heads(timeline):
             wider.append("few proposals may be on objects")
-            least *= 1 - _FEW_PROPOSALS * scale * of_heads / worst
-        of_software = device.margin[0] * worst
-        most, algorithms = [of_software], 0.0
+            less.append(least * _FEW_PROPOSALS * scale * of_heads / worst)
         has_roi_heads = bool(parts_with_roi_heads(self.session.model))
         if with_typical and batches.typical is not None and not has_roi_heads:
             few, accumulates = max(run for run in self._runs if run[0] <= _FEW)
@@ -483,7 +483,7 @@ class DryJob:
             wider.append("PyTorch's release is not known")
             most.append(self.session.gradient_bytes)
         high = worst + algorithms + math.hypot(*most)
-        return (fixed + least - of_software, high), typical, wider
+        return (fixed + least - math.hypot(*less), high), typical, wider
 
     def _padded_area(self, size: Size) -> int:
         """Pixels of the largest micro-batch if images have another shape."""
