@@ -26,7 +26,7 @@ from ..memory import (
     use_expandable_segments,
 )
 from .device import DeviceModel
-from .dry_run import one_line_errors
+from .errors import one_line_errors
 from .plan import plan_memory
 from .plan_file import budget_in, planned, planned_yaml
 from .text import describe_plan, why_it_does_not_fit
@@ -57,7 +57,8 @@ def fit_config(cfg: _Config, trainer: Any = None) -> _Config:
             value cannot work.
         MemfitError: on the other ranks, if planning failed on rank 0 for another reason.
     """
-    if not _wants_a_plan(cfg):
+    keys = cfg_of_lazy(cfg) if isinstance(cfg, DictConfig) else with_memfit_keys(cfg)
+    if not keys.MEMFIT.PLAN.ENABLED:
         return cfg
     use_expandable_segments()  # before a budget is measured
     jobs: list[Job] = []
@@ -68,29 +69,25 @@ def fit_config(cfg: _Config, trainer: Any = None) -> _Config:
         return jobs[0].budget_gb
 
     budget_gb = min(_on_each_rank(budget_here))
-    is_main = comm.is_main_process()
-    text = _on_each_rank(lambda: _plan_of_this_run(cfg, jobs[0], budget_gb) if is_main else "")[0]
-    return planned(cfg, text)
 
+    def plan_here() -> str:
+        return _plan_of_this_run(cfg, jobs[0], budget_gb) if comm.is_main_process() else ""
 
-def _wants_a_plan(cfg: Union[CfgNode, DictConfig]) -> bool:
-    cfg = cfg_of_lazy(cfg) if isinstance(cfg, DictConfig) else with_memfit_keys(cfg)
-    return cfg.MEMFIT.PLAN.ENABLED
+    return planned(cfg, _on_each_rank(plan_here)[0])
 
 
 def _on_each_rank(call: Callable[[], Any]) -> list[Any]:
     """Collect the results of all ranks. An error on one rank is raised on all, so none waits."""
-    result, error = None, None
+    result, error, failure = None, None, ""
     try:
         result = call()
     except Exception as e:
-        error = e
-    text = f"{type(error).__name__}: {error}"
-    outcomes = comm.all_gather((result, error and text, isinstance(error, ConfigError)))
+        error, failure = e, f"{type(e).__name__}: {e}"
+    outcomes = comm.all_gather((result, failure, isinstance(error, ConfigError)))
     if error is not None:
         raise error
     for rank, (_, failure, is_config_error) in enumerate(outcomes):
-        if failure is not None:
+        if failure:
             kind = ConfigError if is_config_error else MemfitError
             raise kind(f"rank {rank} has no plan: {failure}")
     return [result for result, _, _ in outcomes]

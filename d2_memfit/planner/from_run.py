@@ -34,9 +34,17 @@ def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
     Raises:
         ConfigError: the run has no record, or one that says nothing about the job.
     """
-    record = RunRecord.read(run)
-    if reason := _why_it_does_not_count(record, device, job):
-        raise ConfigError(f"--run {run} says nothing about this job: {reason}")
+    record, here = RunRecord.read(run), _torch_device(device)
+    is_here = here is not None and record.here == device_and_software(here)
+    for counts, reason in (
+        (is_here, "it had another device, or other software"),
+        (record.ranks == job.ranks, f"it had {record.ranks} ranks, not {job.ranks}"),
+        (job.family and record.family == job.family, "it trained another model"),
+        (not record.had_errors, "it ran out of memory"),
+        (record.predicted_gb, "its config has no plan: plan once, then train that"),
+    ):
+        if not counts:
+            raise ConfigError(f"--run {run} says nothing about this job: {reason}")
     allocated_gb = record.predicted_gb[0]
     more_mb = (record.allocated_bytes - allocated_gb * GB) / MB
     if more_mb > 0 or record.iterations >= _LONG:
@@ -45,36 +53,19 @@ def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
             other_tensors_mb=max(device.other_tensors_mb + more_mb, 0.0),
             tensors_are_measured=True,
         )
-    # One of several ranks has more than this process: the threads and buffers of gloo.
-    if record.ranks > 1 or not device.is_this_process:
-        device = replace(
-            device,
-            context_mb=record.outside_bytes / MB,
-            context_is_measured=True,
-            kernels_mb=0.0,
-            nccl_mb=(0.0, 0.0),
-        )
+    device = replace(
+        device,
+        context_mb=record.outside_bytes / MB,
+        context_is_measured=True,
+        kernels_mb=0.0,
+        nccl_mb=(0.0, 0.0),
+    )
     line = (
         f"Starts from a run here on {record.date[:16]} UTC, {record.iterations} iterations: "
         f"{record.allocated_bytes / GB:.2f} GB allocated where {allocated_gb:.2f} GB were "
         f"predicted, {record.outside_bytes / GB:.2f} GB outside the allocator"
     )
     return replace(device, from_run=line)
-
-
-def _why_it_does_not_count(record: RunRecord, device: DeviceModel, job: Job) -> str:
-    here = _torch_device(device)
-    if here is None or record.here != device_and_software(here):
-        return "it had another device, or other software"
-    if record.ranks != job.ranks:
-        return f"it had {record.ranks} ranks, not {job.ranks}"
-    if not job.family or record.family != job.family:
-        return "it trained another model"
-    if record.had_errors:
-        return "it ran out of memory"
-    if not record.predicted_gb:
-        return "its config has no plan with MEMFIT.PLAN.PREDICTED_GB: plan once, then train that"
-    return ""
 
 
 def _torch_device(device: DeviceModel) -> Optional[torch.device]:

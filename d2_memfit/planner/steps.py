@@ -13,25 +13,20 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
-from ..common.patching import Groups, source_files
+from ..common.patching import Groups
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..config.precision import Precision
 from ..errors import MemfitError
 from ..job import Job, LossFn, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
 from ..techniques import get_technique, ready_to_evaluate
-from .dry_run import (
-    Allocate,
-    DryRun,
-    Timeline,
-    WithoutValues,
-    detect_most,
-    make_fake,
-    noted_calls,
-    parts_with_roi_heads,
-    worst_case,
-)
-from .stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu, fast_matching
+from .compiled_operators import compiled_operators
+from .dry_run import DryRun, WithoutValues, noted_calls
+from .matching import fast_matching
+from .meta import make_fake
+from .stand_ins import casts_of_cuda, cuda_as_cpu
+from .timeline import Allocate, Timeline
+from .worst_outputs import detect_most, worst_case
 
 __all__ = ["Session", "build", "build_with_values", "infer", "iterate", "that_work"]
 
@@ -51,7 +46,7 @@ class Session:
     Attributes:
         model: the model, with the job's techniques.
         gradient_bytes: bytes of all gradients.
-        has_roi_heads: whether the model samples proposals.
+        fixed_bytes: the same with parameters, buffers, optimizer states and DDP's buckets.
         images: number of images in each dry run of a training step.
     """
 
@@ -65,7 +60,6 @@ class Session:
                 _use_foreach(self._optimizer)
             with ready_to_evaluate(self.model, job.cfg, announce=False):
                 pass  # raises if a technique does not work with the model
-            self.has_roi_heads = bool(parts_with_roi_heads(self.model))
             self._run = DryRun(self.model, self._optimizer)
             self._trained = [p for p in self.model.parameters() if p.requires_grad]
             self.gradient_bytes = sum(p.nbytes for p in self._trained)
@@ -77,6 +71,7 @@ class Session:
                 self._make_gradients()
                 self._optimizer.step()
         self._forget_what_is_gone()
+        self.fixed_bytes = sum(self._run.timeline.changes_bytes())
 
     def train(self, *micro_batches: Any, accumulates: bool = False) -> Timeline:
         """Make a dry run of an iteration in which optimizer states and DDP's buckets exist.
@@ -87,16 +82,6 @@ class Session:
         """
         precision = self._job.precision("cpu")
         micro_batches = copy_of(micro_batches)  # a caller's would stay on the device
-        scripted = _not_optimised(self.model, precision.dtype)
-        timeline = self._train(micro_batches, precision, accumulates)
-        if scripted:
-            _optimised.update(scripted)
-            timeline = self._train(micro_batches, precision, accumulates)
-        return timeline
-
-    def _train(
-        self, micro_batches: Sequence[Any], precision: Precision, accumulates: bool
-    ) -> Timeline:
         self.images += map(len, micro_batches)
         casts = casts_of_cuda() if self._like_gpu else ()
         with self._running(micro_batches, casts) as run, noted_calls(self.model, run):
@@ -159,20 +144,6 @@ class Session:
         left.events = [event for event in left.events if isinstance(event, Allocate)]
         self._run.timeline = left
         return before
-
-
-def _not_optimised(model: nn.Module, dtype: torch.dtype) -> set[Any]:
-    """TorchScript functions in a model's files that no dry run has called.
-
-    PyTorch optimises them after their first call, once for each number format of autocast. So the
-    first call has other operators.
-    """
-    values = [value for file in source_files(model.modules()) for value in vars(file).values()]
-    scripted = [value for value in values if isinstance(value, torch.jit.ScriptFunction)]
-    return {(function, dtype) for function in scripted} - _optimised
-
-
-_optimised: set[Any] = set()
 
 
 def iterate(
@@ -249,7 +220,10 @@ def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
 def _as_on_gpu(stand_ins: Groups = ()) -> Iterator[None]:
     """Run the code for a GPU, in one thread: little is computed, so more threads do not help."""
     num_threads = torch.get_num_threads()
-    with alone(), cuda_as_cpu(compiled_operators(), stand_ins), unchanged_random_state():
+    # Otherwise PyTorch's first call of a TorchScript function has other operators than later ones.
+    as_it_is = torch.jit.optimized_execution(False)
+    stand_ins = cuda_as_cpu(compiled_operators(), stand_ins)
+    with alone(), stand_ins, unchanged_random_state(), as_it_is:
         torch.set_num_threads(1)
         try:
             yield

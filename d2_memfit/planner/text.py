@@ -12,7 +12,6 @@ from .plan import Plan, PlanStep
 __all__ = [
     "answer_of_estimate",
     "answer_of_plan",
-    "describe_batch",
     "describe_estimate",
     "describe_plan",
     "describe_settings",
@@ -78,51 +77,22 @@ def answer_of_plan(plan: Plan) -> str:
             lines.append(
                 f"Without the plan: {before_gb:.1f} GB{headroom * (before_gb <= plan.budget_gb)}"
             )
-        lines += _changes(plan.steps)
-        lines += [_no_room(plan)] if e.at_least else []
+        lines += [*_changes(plan.steps), _no_room(plan)]
     lines += [_EVALUATION_DECIDES] if plan.evaluation_decides else []
     return "\n".join(filter(None, [*lines, _objects(e), *_unknown(e)]))
 
 
 def describe_estimate(e: MemoryEstimate) -> str:
     """All that is known of an estimate."""
-    unit = ("process", "processes") if e.expandable_segments is None else ("GPU", "GPUs")
+    (height, width), (low, high) = e.image_size, e.range_gb
+    is_gpu = e.expandable_segments is not None
     kind = "expandable" if e.expandable_segments else "PyTorch's default"
-    segments = "" if e.expandable_segments is None else f"Segments of the allocator: {kind}"
-    totals = {
-        "peak allocated": e.peak_allocated_gb,
-        "peak reserved": e.peak_reserved_gb,
-        "evaluation, peak allocated": e.evaluation_gb,
-        "evaluation, on the host": e.evaluation_host_gb or None,
-        "of the device, with its context": e.device_total_gb,
-    }
-    lines = [
-        f"{e.device}, {e.num_gpus} {unit[e.num_gpus > 1]}",
-        e.from_run,
-        *describe_batch(e),
-        segments,
-        f"Host: {e.num_workers} loader workers on each rank, about {e.host_gb:.1f} GB of RAM"
-        + (f", {e.offloaded_gb:.1f} of it for the offload" if e.offloaded_gb else ""),
-    ]
-    tables: list[tuple[dict[str, Any], str, str]] = [
-        (totals, "", "GB, at least" if e.at_least else "GB, worst case"),
-        (e.breakdown, "at the peak in training", "GB"),
-        (e.outside, "in addition to peak allocated", "GB"),
-    ]
-    rows = [
-        _table([row for row in values.items() if row[1] is not None], [title, unit])
-        for values, title, unit in tables
-    ]
-    return "\n\n".join(["\n".join(filter(None, lines)), *rows])
-
-
-def describe_batch(e: MemoryEstimate) -> list[str]:
-    """Lines about the largest batch, its unknowns, and the range of the estimate."""
     objects = "" if e.num_instances is None else f", {e.num_instances} objects in the most crowded"
-    height, width = e.image_size
-    low, high = e.range_gb
     typical = "" if e.typical_gb is None else f". Typical: {e.typical_gb:.2f} GB"
+    offload = f", {e.offloaded_gb:.1f} of it for the offload" if e.offloaded_gb else ""
     lines = [
+        f"{e.device}, {e.num_gpus} {'GPU' if is_gpu else 'process'}(s)",
+        e.from_run,
         f"Each iteration: {e.images_per_gpu * e.accumulation_steps} images per "
         f"{_each(e).split()[-1]}, in micro-batches of {e.micro_batch_size}",
         f"The largest images: {height} x {width} pixels{objects}",
@@ -131,26 +101,38 @@ def describe_batch(e: MemoryEstimate) -> list[str]:
         f"Range: {low:.2f} to {high:.2f} GB allocated in training{typical}",
         *(f"It is wider because {line}" for line in e.wider),
         _objects(e),
+        f"Segments of the allocator: {kind}" if is_gpu else "",
+        f"Host: {e.num_workers} loader workers on each rank, about {e.host_gb:.1f} GB of RAM"
+        f"{offload}",
     ]
-    return [*filter(None, lines)]
+    totals = {
+        "peak allocated": e.peak_allocated_gb,
+        "peak reserved": e.peak_reserved_gb,
+        "evaluation, peak allocated": e.evaluation_gb,
+        "evaluation, on the host": e.evaluation_host_gb or None,
+        "of the device, with its context": e.device_total_gb,
+    }
+    rows = [row for row in totals.items() if row[1] is not None]
+    tables = [
+        _table(rows, ["", "GB, at least" if e.at_least else "GB, worst case"]),
+        _table(e.breakdown.items(), ["at the peak in training", "GB"]),
+        _table(e.outside.items(), ["in addition to peak allocated", "GB"]),
+    ]
+    return "\n\n".join(["\n".join(filter(None, lines)), *tables])
 
 
 def describe_plan(plan: Plan) -> str:
     """All that is known of a plan."""
-    e = plan.estimate
+    e, factor = plan.estimate, plan.time_factor
     rows = [[s.name, s.tier, describe_settings(s.settings)] for s in plan.steps]
-    time = (
-        "" if plan.time_factor is None else f"Operations of an iteration: x {plan.time_factor:.2f}"
-    )
     lines = [
-        *([why_it_does_not_fit(plan)] if not plan.fits else []),
-        *([_no_room(plan)] if plan.fits and e.at_least else []),
+        _no_room(plan) if plan.fits else why_it_does_not_fit(plan),
         f"Budget: {plan.budget_gb:.4g} GB, with {plan.margin:.0%} headroom. The job needs "
         f"{_at_least(e)}{e.device_total_gb:.2f} GB; without the plan, "
         f"{plan.before.device_total_gb:.2f} GB",
         f"SOLVER.IMS_PER_BATCH {e.images_per_gpu * e.num_gpus} x SOLVER.ACCUMULATION_STEPS "
         f"{e.accumulation_steps}, as before",
-        time,
+        "" if factor is None else f"Operations of an iteration: x {factor:.2f}",
         _EVALUATION_DECIDES if plan.evaluation_decides and plan.fits else "",
         *map(_harm, plan.steps),
         *plan.left_out,
@@ -246,7 +228,9 @@ def _harm(step: PlanStep) -> str:
 
 
 def _no_room(plan: Plan) -> str:
-    """A line about a plan with parts whose largest size is not known."""
+    """A line about a plan with parts whose largest size is not known; "" without such parts."""
+    if not plan.estimate.at_least:
+        return ""
     recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
     what = "images that need more run again in smaller pieces" if recovers else "the run ends"
     return (

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from d2_memfit.planner.device import CachingAllocator, PageAllocator
+from d2_memfit.planner.allocators import CachingAllocator, PageAllocator
 
 MB = 2**20
 
@@ -38,39 +38,10 @@ def test_blocks_below_10_mib_share_segments_of_20_mib():
     assert allocator.peak_reserved_bytes == 40 * MB
 
 
-def test_what_is_left_of_a_large_block_is_its_own_from_1_mib_on():
-    allocator = CachingAllocator()
-    whole = allocator.allocate(11 * MB)  # a segment of 12 MiB, whose rest is too small
-    assert allocator.allocated_bytes == 12 * MB
-    allocator.free(whole)
-    allocator.allocate(10 * MB)
-    assert allocator.allocated_bytes == 10 * MB
-    allocator.allocate(2 * MB)
-    assert allocator.peak_reserved_bytes == 12 * MB
-
-
 @pytest.mark.parametrize(("rest", "given"), [(MB, 12 * MB), (MB + 512, 11 * MB - 512)])
 def test_a_rest_of_more_than_1_mib_is_split_off(rest, given):
     """``kSmallSize`` of PyTorch's CUDACachingAllocator, in ``should_split``."""
     assert CachingAllocator().allocate(12 * MB - rest).size == given
-
-
-def test_any_rest_of_a_small_block_is_split_off():
-    """In the pool of small blocks, ``should_split`` compares with ``kMinBlockSize``."""
-    allocator = CachingAllocator()
-    pair = allocator.allocate(1024)
-    allocator.allocate(512)  # keeps the pair from being merged with the rest of its segment
-    allocator.free(pair)
-    assert allocator.allocate(512).size == 512
-
-
-def test_the_smallest_block_that_is_large_enough_is_taken():
-    allocator = CachingAllocator()
-    large, small = allocator.allocate(40 * MB), allocator.allocate(30 * MB)
-    allocator.free(large)
-    allocator.free(small)
-    assert allocator.allocate(29.5 * MB).size == 30 * MB
-    assert allocator.peak_reserved_bytes == 70 * MB
 
 
 @pytest.mark.parametrize("expandable", [False, True])

@@ -12,7 +12,6 @@ from d2_memfit.planner.text import (
     answer_of_plan,
     describe_estimate,
     describe_plan,
-    first_of,
     why_it_does_not_fit,
 )
 
@@ -117,9 +116,3 @@ def test_how_many_objects_fit_is_a_line(plan, number, said):
         assert line in text.splitlines()
     assert line in answer_of_plan(replace(plan, estimate=e)).splitlines()
     assert "Objects that fit" not in answer_of_plan(plan) + describe_estimate(plan.estimate)
-
-
-def test_the_first_of_several_lines_says_how_many_more_there_are():
-    assert first_of(["one"]) == "one"
-    assert first_of(["one", "two", "three"]) == "one (and 2 more)"
-    assert first_of(["o" * 200]).endswith("oo ...")

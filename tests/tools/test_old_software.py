@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from d2_memfit.memory import TensorMeter
+from d2_memfit.planner import dry_run
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.dry_run import Allocate, Allocation, Free, Timeline, dry_run
+from d2_memfit.planner.timeline import Allocate, Allocation, Free, Timeline
 
 MB = 2**20
 CUDA = DeviceModel.load("cuda")

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Shared parts of the benchmarks: real images, sides in turn, and tables with their sources."""
 
+import csv
 import multiprocessing
 import platform
 import sys
@@ -145,6 +146,11 @@ def machine() -> str:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     return f"{device}, PyTorch {torch.__version__}, Python {platform.python_version()}"
+
+
+def write_csv(file: Path, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    with open(file, "w", newline="") as f:
+        csv.writer(f, lineterminator="\n").writerows([header, *rows])
 
 
 def markdown_table(header: list[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -14,6 +14,7 @@ and open_clip_torch 2.24; DFormer and MaskFormer need timm; detrex needs Detectr
 import argparse
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,6 @@ from typing import Any, Optional
 import yaml
 from compatibility_checks.project import PROJECTS as COMPATIBLE
 from compatibility_checks.project import Project, load
-from pages import write_section
 
 from d2_memfit.errors import one_line
 from d2_memfit.explain import Help
@@ -34,7 +34,7 @@ from d2_memfit.explain.records import LoggedRun, OomText, Progress
 from d2_memfit.explain.verdict import ExplainedRun, Predictions, explain_run
 from d2_memfit.job import Job, load_lazy_config
 
-from .common import in_own_processes, markdown_table
+from .common import in_own_processes, markdown_table, write_csv
 
 FOLDER = Path(__file__).with_name("runs")
 
@@ -312,6 +312,7 @@ class Result:
 
     def cells(self) -> list[str]:
         run, told = self.run, self.told
+        half = "fitted to" if run.is_fitted_to else "only looked at"
         release = (run.software.get("torch") or "?").partition("+")[0]
         cells = [
             run.name,
@@ -322,7 +323,7 @@ class Result:
             _number(told.measured_mib),
         ]
         if told.range_mib is None:
-            return [*cells, "", "", "", "", told.ended, "", ", ".join(run.doubts)]
+            return [*cells, "", "", "", "", told.ended, "", ", ".join(run.doubts), half]
         low, high = told.range_mib
         inside = {True: "yes", False: "no", None: "died before"}[told.inside]
         return [
@@ -334,7 +335,13 @@ class Result:
             told.ended,
             {True: "yes", False: "no", None: ""}[self.would_fit],
             ", ".join(run.doubts),
+            half,
         ]
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing is predicted, without a path of this machine."""
+        return re.sub(r"'/\S*/([^/]+)'", r"\1", self.told.not_rebuilt)
 
 
 def _number(value: Optional[float]) -> str:
@@ -364,7 +371,7 @@ def explain_runs(chosen: Sequence[Run], folder: Optional[Path]) -> list[Result]:
         total = run.oom.get("total") or (None if gigabytes is None else gigabytes * 1024)
         outside = sum(prediction.rebuilt.device.outside_bytes(run.ranks).values()) / 2**20
         fits = None if total is None else (told.typical_mib or 0) + outside <= total
-        any_shape = prediction.rebuilt.job.batches.has_any_shape
+        any_shape = any("shape of the images" in line for line in prediction.estimate.wider)
         results.append(Result(run, told, fits, any_shape))
     return results
 
@@ -372,7 +379,7 @@ def explain_runs(chosen: Sequence[Run], folder: Optional[Path]) -> list[Result]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="runs whose name contains this text")
     parser.add_argument("--projects", type=Path, help="a folder with trees of the projects")
-    parser.add_argument("--page", type=Path, help="write the tables into this page")
+    parser.add_argument("--csv", type=Path, help="write a row for each run into this file")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -384,20 +391,19 @@ def run(args: argparse.Namespace) -> None:
     explain = partial(explain_runs, folder=args.projects)
     for of_one in in_own_processes(explain, of_project.values()):
         results += of_one
-        lines = ["; ".join([*r.cells(), r.told.not_rebuilt]) for r in of_one]
+        lines = ["; ".join([*r.cells(), r.why_not]) for r in of_one]
         print(*lines, sep="\n", file=sys.stderr, flush=True)
-    text = tables(results)
-    print(text)
-    if args.page is not None:
-        write_section(args.page, "runs", "benchmark.py runs", text)
+    print(tables(results))
+    if args.csv is not None:
+        write_csv(args.csv, _ROWS, [[*r.cells(), r.why_not] for r in results])
 
 
 _ROWS = ["run", "config", "card", "PyTorch, cuDNN", "images", "measured MiB", "typical", "range"]
-_ROWS += ["width", "inside", "ended", "would fit", "doubts"]
+_ROWS += ["width", "inside", "ended", "would fit", "doubts", "half", "not predicted because"]
 
 
 def tables(results: Sequence[Result]) -> str:
-    """All tables of docs/HOW_ACCURATE.md."""
+    """Summaries: docs/HOW_ACCURATE.md. Its rows are in docs/accuracy_runs.csv."""
     looked_at = [r for r in results if not r.run.is_fitted_to]
     fitted_to = [r for r in results if r.run.is_fitted_to]
     parts = [
@@ -405,9 +411,6 @@ def tables(results: Sequence[Result]) -> str:
         "### By what is known\n\n" + _by_knowledge(looked_at),
         "### Fits or not\n\n"
         + _verdicts([("only looked at", looked_at), ("fitted to", fitted_to)]),
-        "### All runs\n\nOnly looked at:\n\n"
-        + markdown_table(_ROWS, [r.cells() for r in looked_at]),
-        "Fitted to:\n\n" + markdown_table(_ROWS, [r.cells() for r in fitted_to]),
     ]
     return "\n\n".join(parts)
 

@@ -33,7 +33,7 @@ from d2_memfit.job import Job, find_function, load_lazy_config, projects_of
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob, MemoryEstimate
 
-from .common import in_own_processes, markdown_table
+from .common import in_own_processes, markdown_table, write_csv
 from .old_software import OldDevice, as_in_cudnn_7, as_in_pytorch
 
 PUBLISHED = Path(__file__).with_name("zoo_train_memory.csv")
@@ -126,6 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--projects", type=Path, help="a folder with some of the projects")
     parser.add_argument("--unseen", action="store_true", help="rows that nothing was chosen on")
     parser.add_argument("--only", default="", help="rows whose config contains this text")
+    parser.add_argument("--csv", type=Path, help="write the rows into this file")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -140,6 +141,8 @@ def run(args: argparse.Namespace) -> None:
         results.append(result)
         print(f"{result.row.config}: {result.cells()[3:]}", file=sys.stderr)
     print(markdown_table(HEADER, [result.cells() for result in results]))
+    if args.csv is not None:
+        write_csv(args.csv, HEADER, [result.cells() for result in results])
     print(f"\nUsed for a choice: {summary([r for r in results if r.row.used])}")
     print(f"\nUsed for nothing: {summary([r for r in results if not r.row.used])}")
 

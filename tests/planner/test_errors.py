@@ -6,7 +6,7 @@ import torch
 from detectron2.structures import Instances
 
 from d2_memfit.errors import ConfigError, DataError
-from d2_memfit.planner.dry_run import one_line_errors
+from d2_memfit.planner.errors import one_line_errors
 
 
 def line_of(run, **options):
@@ -42,18 +42,6 @@ def test_detectron2s_projects_are_the_users_code(tmp_path):
     source = "def forward():\n    next(iter([]))"
     line = line_of(from_file(tmp_path, source, "detectron2.projects.point_rend.mask_head"))
     assert line.startswith("the model of this job does not run (StopIteration, in users/modeling")
-
-
-def test_without_the_users_code_it_is_the_last_place(tmp_path):
-    source = """
-from d2_memfit.planner.dry_run.explain import one_line_errors
-from detectron2.structures import Instances
-def forward():
-    with one_line_errors():
-        Instances((2, 2)).gt_boxes
-"""
-    with pytest.raises(ConfigError, match=r"structures/instances.py:\d+ in __getattr__\)"):
-        from_file(tmp_path, source, "d2_memfit.planner.estimates.dry_job")()
 
 
 def test_an_evaluation_can_be_left_out():

@@ -10,7 +10,7 @@ from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 from torch import nn
 
-from d2_memfit.planner.dry_run import detect_most, worst_case
+from d2_memfit.planner.worst_outputs import detect_most, worst_case
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -66,20 +66,6 @@ def test_roi_heads_get_as_many_as_they_may_and_enough_on_objects(nested):
     assert [len(p) for p in proposals] == [num, num]
     assert [are_objects(p, d).sum() for p, d in zip(proposals, batch)] == [quota, quota]
     assert not model.roi_heads._forward_pre_hooks
-
-
-def test_more_objects_than_proposals_fill_the_quota_too():
-    model = tiny_model(tiny_cfg("mask_rcnn"))
-    model.proposal_generator.post_nms_topk[True] = 4
-    batch = images(1)
-    instances = batch[0]["instances"]
-    batch[0]["instances"] = Instances.cat([instances] * 9)
-    calls = seen_by(model.roi_heads)
-    with worst_case(model, not_to_be_noted), EventStorage():
-        model(batch)
-    found = calls[0][2][0]
-    assert len(found) == 4
-    assert are_objects(found, batch[0]).all()
 
 
 class BranchedRPN(RPN):
@@ -169,16 +155,6 @@ def test_proposals_of_other_generators_are_as_many_as_their_limits(training):
         assert torch.equal(p.centers, torch.full((num, 2), float(center)))
 
 
-def test_training_without_a_known_limit_has_as_many_proposals_as_are_sampled():
-    model = tiny_model(tiny_cfg("mask_rcnn"))
-    model.proposal_generator = OtherGenerator({})
-    model.roi_heads.proposal_append_gt = False
-    calls = seen_by(model.roi_heads)
-    with worst_case(model, not_to_be_noted), EventStorage():
-        model(images(2))
-    assert [len(p) for p in calls[0][2]] == [model.roi_heads.batch_size_per_image] * 2
-
-
 class Rotated(RPN):
     def forward(self, images, features, gt_instances=None):
         found, losses = super().forward(images, features, gt_instances)
@@ -249,26 +225,6 @@ def test_heads_that_only_add_masks_get_as_many_detections_as_there_may_be():
     with torch.no_grad(), worst_case(model, not_to_be_noted):
         (result,) = model(images(1))
     assert result["instances"].pred_masks.shape[:2] == (30, 1)
-
-
-def test_precomputed_proposals_are_put_on_objects_too():
-    model = tiny_model(tiny_cfg("mask_rcnn"))
-    model.proposal_generator = None
-    batch = images(1)
-    calls = seen_by(model.roi_heads)
-    for d in batch:
-        d["proposals"] = Instances(tuple(d["image"].shape[1:]))
-        d["proposals"].proposal_boxes = Boxes(torch.tensor([[0.0, 0.0, 5.0, 5.0]] * 40))
-        d["proposals"].objectness_logits = torch.zeros(40)
-    with worst_case(model, not_to_be_noted), EventStorage():
-        model(batch)
-    assert are_objects(calls[0][2][0], batch[0]).any()
-
-
-def test_a_model_without_roi_heads_is_left_alone():
-    model = tiny_model(tiny_cfg("proposal_network"))
-    with worst_case(model, not_to_be_noted):
-        assert not any(m._forward_pre_hooks for m in model.modules())
 
 
 @pytest.mark.parametrize("kind", ["an argument more", "other lists"])

@@ -5,12 +5,12 @@ import errno
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
-from ...errors import ConfigError, MemfitError
+from ..errors import ConfigError, MemfitError
 
 __all__ = ["one_line_errors"]
 
@@ -47,20 +47,16 @@ def one_line_errors(
     except Exception as e:
         text = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
         error = f"{type(e).__name__}: {text}" if text else type(e).__name__
+        assumed: list[str] = []
+        with suppress(Exception):  # it may be the call that failed
+            assumed += assume()
         where = " in evaluation" if in_evaluation else ""
         without = '. DATASETS.TEST "()" leaves evaluation out' if in_evaluation else ""
         raise ConfigError(
             f"the model of this job does not run{where} ({error}, in {_place(e)}). {_advice(e)}"
             + without
-            + "".join(f". Assumed: {line}" for line in _lines(assume))
+            + "".join(f". Assumed: {line}" for line in assumed)
         ) from e
-
-
-def _lines(assume: Callable[[], Iterable[str]]) -> list[str]:
-    try:
-        return list(assume())
-    except Exception:  # it may be the call that failed
-        return []
 
 
 def _place(error: Exception) -> str:
