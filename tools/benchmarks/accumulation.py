@@ -17,11 +17,12 @@ from typing import Any
 from detectron2.data import build_detection_train_loader
 from detectron2.data.samplers import TrainingSampler
 from detectron2.engine import SimpleTrainer
+from pages import markdown_table
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.memory import TensorMeter
 
-from .common import Side, coins, machine, markdown_table, take_turns
+from .common import Side, coins, machine, take_turns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

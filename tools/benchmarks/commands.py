@@ -12,9 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from d2_memfit.config.load import load_cfg
+from pages import markdown_table
 
-from .common import markdown_table
+from d2_memfit.config.load import load_cfg
 
 ROOT = Path(__file__).resolve().parents[2]
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"

@@ -147,11 +147,6 @@ def machine() -> str:
     return f"{device}, PyTorch {torch.__version__}, Python {platform.python_version()}"
 
 
-def markdown_table(header: list[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

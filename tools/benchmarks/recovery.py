@@ -26,16 +26,16 @@ from typing import Any
 
 import torch
 from detectron2.utils import comm
+from pages import markdown_table
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.common.snapshot import Snapshot
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.launch import launch
 from d2_memfit.engine.window import MicroBatch
 
-from .common import Side, coins, machine, markdown_table, take_turns
+from .common import Side, coins, machine, take_turns
 
 SPLIT = partial(AccumulatingTrainer, recovery=RecoveryOptions())
 
@@ -50,7 +50,6 @@ def run(args: argparse.Namespace) -> None:
     with coins(*args.size) as (dicts, mapper):
         images = [mapper(d) for d in dicts[:4]]
     print(one_rank(images, args.rounds), "\n")
-    print(state_of_model(args.rounds), "\n")
     if torch.cuda.device_count() != 1:  # two ranks cannot share a GPU
         launch(two_ranks, 2, dist_url="auto", args=(images, args.rounds))
 
@@ -74,21 +73,6 @@ def one_rank(images: list[dict[str, Any]], rounds: int) -> str:
         row("the same after a failure, less the discarded forward", without, halves.seconds),
     ]
     return markdown_table(["one rank", "s per iteration (median)", "ratio of medians"], rows)
-
-
-def state_of_model(rounds: int) -> str:
-    model = Side(AccumulatingTrainer, ()).trainer.model
-    rows = []
-    for name, changed in (("all but weights", []), ("with all weights", list(model.parameters()))):
-        seconds = []
-        for _ in range(rounds + 1):
-            start = time.perf_counter()
-            Snapshot(model, changed)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        rows.append([name, f"{1000 * statistics.median(seconds[1:]):.1f}"])
-    return markdown_table(["state of the model", "ms to keep it (median)"], rows)
 
 
 class FailingTrainer(AccumulatingTrainer):

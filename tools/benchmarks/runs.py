@@ -25,7 +25,7 @@ from typing import Any, Optional
 import yaml
 from compatibility_checks.project import PROJECTS as COMPATIBLE
 from compatibility_checks.project import Project, load
-from pages import write_section
+from pages import markdown_table, write_section
 
 from d2_memfit.errors import one_line
 from d2_memfit.explain import Help
@@ -34,7 +34,7 @@ from d2_memfit.explain.records import LoggedRun, OomText, Progress
 from d2_memfit.explain.verdict import ExplainedRun, Predictions, explain_run
 from d2_memfit.job import Job, load_lazy_config
 
-from .common import in_own_processes, markdown_table
+from .common import in_own_processes
 
 FOLDER = Path(__file__).with_name("runs")
 

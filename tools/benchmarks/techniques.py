@@ -10,16 +10,11 @@ and momentum. Activations are the tensors that a forward keeps for its backward.
 operators allocate for themselves does not count. Techniques for other parts of a job (loader,
 several ranks, evaluation, image sizes) have their own tests and figures.
 
-The second table measures only the labelling of anchors: 268,569 anchors, those of an image of 800 x
-1344 pixels, and 300 instances.
-
-Then, what each setting of the recipe changes is estimated, and written into docs/TECHNIQUES.md and
-docs/OUT_OF_MEMORY.md. --guide does only that, in a minute.
+Then the table of docs/OUT_OF_MEMORY.md is written. --guide does only that, in a minute.
 """
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
@@ -27,21 +22,17 @@ from typing import Any
 
 import torch
 from detectron2.engine import SimpleTrainer
-from detectron2.modeling.matcher import Matcher
-from detectron2.structures import Boxes, pairwise_iou
 from detectron2.utils.events import EventStorage
+from pages import markdown_table
 
-from d2_memfit import AccumulatingTrainer, get_cfg
+from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.units import MB
 from d2_memfit.config.load import load_cfg
-from d2_memfit.memory import OwnerMeter, TensorMeter
-from d2_memfit.techniques import TECHNIQUES, get_technique, pairwise_iou_in_chunks
+from d2_memfit.memory import OwnerMeter
+from d2_memfit.techniques import TECHNIQUES, get_technique
 
 from . import guide
-from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
-
-NUM_ANCHORS = 268_569  # of an FPN on an image of 800 x 1344 pixels
-NUM_INSTANCES = 300
+from .common import CONFIG, Side, coins, machine, take_turns
 
 OTHER_TIERS = ["MixedPrecision", "SmallerRoiBatch", "MoreFrozenStages"]
 # With random weights, boxes stay near their anchors, so that there are as many proposals as in
@@ -70,8 +61,7 @@ def measure(args: argparse.Namespace) -> None:
         images = [mapper(d) for d in dicts[: args.images]]
     exact = [n for n in exact_techniques_of_one_rank() if n in (args.only or [n])]
     others = [n for n in OTHER_TIERS if n in (args.only or [n])]
-    print(training(images, args.rounds, exact, others), "\n")
-    print(matching(args.rounds))
+    print(training(images, args.rounds, exact, others))
 
 
 def exact_techniques_of_one_rank() -> list[str]:
@@ -133,43 +123,3 @@ def memory(side: Side) -> tuple[int, int]:
             trainer.run_step()
         hook.remove()
     return meter.peak_bytes - of_other_sides, kept[0]
-
-
-def matching(rounds: int) -> str:
-    generator = torch.Generator().manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-
-    def boxes(num: int) -> Boxes:
-        corner = torch.rand(num, 2, generator=generator) * 1000
-        extent = torch.rand(num, 2, generator=generator) * 200 + 1
-        return Boxes(torch.cat([corner, corner + extent], dim=1)).to(device)
-
-    instances = boxes(NUM_INSTANCES)
-    anchors = boxes(NUM_ANCHORS)
-    matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
-    chunk_size = get_technique("ChunkedMatching").enabling_settings(get_cfg())[
-        "MEMFIT.MATCHING.CHUNK_SIZE"
-    ]
-    in_chunks = pairwise_iou_in_chunks(chunk_size, pairwise_iou)
-    sides = {
-        "Detectron2": lambda: matcher(pairwise_iou(instances, anchors)),
-        f"chunks of {chunk_size}": lambda: matcher(in_chunks(instances, anchors)),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(rounds + 1):
-        for name, label in sides.items():
-            start = time.perf_counter()
-            label()[0].sum().item()  # waits for the device
-            seconds[name].append(time.perf_counter() - start)
-    rows = []
-    base = None
-    for name, label in sides.items():
-        with TensorMeter() as meter:
-            label()
-        figures = meter.peak_bytes, statistics.median(seconds[name][1:])
-        base = base or figures
-        peak_ratio, time_ratio = (value / b for value, b in zip(figures, base))
-        peak = f"{figures[0] / MB:.0f}"
-        seconds_ = f"{figures[1]:.3f}"
-        rows.append([name, peak, f"{peak_ratio:.3f}", seconds_, f"{time_ratio:.2f}"])
-    return markdown_table(["labelling of anchors", "peak MiB", "ratio", "s", "ratio"], rows)
