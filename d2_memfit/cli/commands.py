@@ -328,9 +328,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command in ("estimate", "explain", "plan"):
         named = (getattr(args, option, None) for option in ("output", "html"))
         outputs = [path for path in named if path is not None]
-        if args.command == "explain" and (there := [path for path in outputs if path.is_file()]):
-            raise ConfigError(f"the output {there[0]} exists: name a new file")
-        check_outputs(outputs, files_read(args))
+        check_outputs(outputs, files_read(args), args.overwrite)
     try:
         _RUN[args.command](args)
     finally:

@@ -18,7 +18,6 @@ __all__ = [
     "Check",
     "check_all",
     "check_bool",
-    "check_choice",
     "check_device",
     "check_int",
     "check_positive_int",
@@ -73,11 +72,6 @@ def choice(*values: Any) -> Check:
 def check_int(name: str, value: object, at_least: int) -> None:
     """Raise :class:`ConfigError` unless ``value`` is an integer that is large enough."""
     whole(at_least)(name, value)
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is one of two or more texts."""
-    choice(*choices)(name, value)
 
 
 def check_device(name: str) -> torch.device:
