@@ -40,7 +40,7 @@ from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from torch import nn
 
-from ..common.checks import check_int, check_positive_int, value_of
+from ..common.checks import check_positive_int, value_of, whole
 from ..common.files import whole_file
 from ..compat import has_compiled_ops
 from ..config.files import find_config_file
@@ -329,7 +329,7 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
         trainer: the class that trains and evaluates.
         add_keys: functions that add a project's keys to a config.
     """
-    check_int("--num-gpus", args.num_gpus, at_least=0)
+    whole(0)("--num-gpus", args.num_gpus)
     check_positive_int("--num-machines", args.num_machines)
     if not 0 <= args.machine_rank < args.num_machines:
         raise ConfigError(

@@ -3,19 +3,12 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import pytest
-import torch
 
-from d2_memfit.common.reading import (
-    check_fields,
-    checked,
-    load_fields,
-    load_json,
-    load_yaml,
-)
+from d2_memfit.common.reading import checked, load_fields, load_json, load_yaml
 from d2_memfit.errors import DataError
 
 GB = 2**30
@@ -85,76 +78,45 @@ def test_faults_of_json_are_one_line(tmp_path, content, why):
     assert why in str(e.value)
 
 
-HINTS = {
-    "n": int,
-    "x": float,
-    "t": str,
-    "pair": tuple[float, float],
-    "rows": list[dict[str, int]],
-    "maybe": Optional[list[float]],
-    "any": Any,
-    "tensor": torch.Tensor,
-}
-GOOD = {
-    "n": 1, "x": 1, "t": "", "pair": [1, 2.5], "rows": [{"a": 1}, {}], "maybe": None, "any": None,
-    "tensor": torch.ones(1), "more": 1,
-}  # fmt: skip
-
-
-def test_fields_of_the_right_types_are_good():
-    check_fields(GOOD, HINTS, "f")
-    check_fields({**GOOD, "maybe": [1, 2.5], "pair": (0.0, 0)}, HINTS, "f")
+@dataclass
+class Record:
+    n: int
+    x: float = 1
+    t: str = ""
+    pair: tuple[float, float] = (1, 2)
+    rows: list[dict[str, int]] = field(default_factory=list)
+    maybe: Optional[list[float]] = None
+    any: Any = None
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("values", "message"),
     [
-        ("n", 1.0, "n must be an integer, got 1.0"),
-        ("n", True, "n must be an integer, got True"),
-        ("n", 10**400, "n must be an integer, got 1000"),
-        ("x", float("nan"), "x must be a finite number, got nan"),
-        ("x", float("-inf"), "x must be a finite number, got -inf"),
-        ("x", "1", "x must be a finite number, got '1'"),
-        ("t", ["a" * 200], "t must be a text, got ['aaa"),
-        ("pair", [1, 2, 3], "pair must be tuple[float, float], got [1, 2, 3]"),
-        ("pair", [1, None], "pair must be tuple[float, float], got [1, None]"),
-        ("pair", 7, "pair must be tuple[float, float], got 7"),
-        ("rows", [{"a": "1"}], "rows must be list[dict[str, int]], got [{'a': '1'}]"),
-        ("rows", {}, "rows must be list[dict[str, int]], got {}"),
-        ("maybe", [None], "maybe must be "),
-        ("tensor", [1], "tensor must be <class 'torch.Tensor'>, got [1]"),
+        ({"n": 1.0}, "n must be an integer, got 1.0"),
+        ({"n": True}, "n must be an integer, got True"),
+        ({"n": 10**400}, "n must be an integer, got 1000"),
+        ({"n": 1, "x": float("nan")}, "x must be a finite number, got nan"),
+        ({"n": 1, "x": "1"}, "x must be a finite number, got '1'"),
+        ({"n": 1, "t": ["a" * 200]}, "t must be a text, got ['aaa"),
+        ({"n": 1, "pair": [1, 2, 3]}, "pair must be tuple[float, float], got [1, 2, 3]"),
+        ({"n": 1, "rows": [{"a": "1"}]}, "rows must be list[dict[str, int]], got [{'a': '1'}]"),
+        ({"n": 1, "maybe": [None]}, "maybe must be "),
+        ({"n": 1, "more": 2}, "there is no field more"),
+        ({"x": 1}, "the field n is missing"),
+        ([1], "the field n is missing"),
+        (None, "the field n is missing"),
     ],
 )
-def test_a_field_of_another_type_is_named(field, value, message):
+def test_a_field_that_is_wrong_is_named(values, message):
     with pytest.raises(DataError) as e:
-        check_fields({**GOOD, field: value}, HINTS, "f, line 3")
+        load_fields(Record, values, "f, line 3")
     assert str(e.value).startswith(f"f, line 3: {message}")
     assert len(str(e.value)) < 200
 
 
-@pytest.mark.parametrize("values", [{"n": 1}, [], None, 7, "n"])
-def test_a_field_that_is_missing_is_named(values):
-    with pytest.raises(DataError, match=r"^f: the field [nx] is missing$"):
-        check_fields(values, HINTS, "f")
-
-
-@dataclass
-class Pair:
-    one: int
-    other: str = "x"
-
-
 def test_a_dataclass_is_made_of_its_fields():
-    assert load_fields(Pair, {"one": 1}, "f") == Pair(1)
-    for values, message in (
-        ({"other": "y"}, "f: the field one is missing"),
-        ([1], "f: the field one is missing"),
-        ({"one": 1, "other": 2}, "f: other must be a text, got 2"),
-        ({"one": 1, "more": 2}, "f: there is no field more"),
-    ):
-        with pytest.raises(DataError) as e:
-            load_fields(Pair, values, "f")
-        assert str(e.value) == message
+    values = {"n": 1, "pair": [1, 2.5], "rows": [{"a": 1}, {}], "maybe": [1, 2.5], "any": 7}
+    assert load_fields(Record, values, "f") == Record(**values)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from d2_memfit import add_memfit_config, get_cfg
-from d2_memfit.common.zoo import detectron2_zoo
+from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.config.load import load_cfg, with_memfit_keys, with_settings
 from d2_memfit.config.settings import check_settings
 from d2_memfit.config.yaml_arithmetic import arithmetic_in_yaml

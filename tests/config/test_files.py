@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from d2_memfit.common.zoo import detectron2_zoo
-from d2_memfit.config.files import find_config_file, keys_in_own_files
+from d2_memfit.config.files import detectron2_zoo, find_config_file, keys_in_own_files
 from d2_memfit.errors import ConfigError
 
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
