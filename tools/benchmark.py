@@ -15,21 +15,34 @@ zoo              estimates against the memory that Detectron2's zoo publishes
 
 import argparse
 import re
-import sys
 from importlib import import_module
+from typing import Any
 
 RAW = argparse.RawDescriptionHelpFormatter
 NAMES = re.findall(r"^(\w+)   ", __doc__, re.M)
 
 
+class Parser(argparse.ArgumentParser):
+    """Parser of a benchmark, whose module is imported when its arguments are parsed."""
+
+    name = ""
+
+    def parse_known_args(self, *args: Any) -> Any:  # type: ignore[override]
+        if self.name and not self.description:
+            benchmark = import_module(f"benchmarks.{self.name}")
+            self.description = benchmark.__doc__
+            benchmark.add_arguments(self)
+            self.set_defaults(run=benchmark.run)
+        return super().parse_known_args(*args)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RAW)
-    parser.add_argument("name", choices=NAMES)
-    name = parser.parse_args(sys.argv[1:2]).name
-    benchmark = import_module(f"benchmarks.{name}")
-    parser = argparse.ArgumentParser(name, description=benchmark.__doc__, formatter_class=RAW)
-    benchmark.add_arguments(parser)
-    benchmark.run(parser.parse_args(sys.argv[2:]))
+    parser = Parser(description=__doc__, formatter_class=RAW)
+    commands = parser.add_subparsers(required=True)
+    for name in NAMES:
+        commands.add_parser(name, formatter_class=RAW).name = name
+    args = parser.parse_args()
+    args.run(args)
 
 
 if __name__ == "__main__":
