@@ -102,14 +102,17 @@ def test_no_module_needs_what_setuptools_82_no_longer_has(tmp_path):
 
 
 STATE = """
-import importlib, os, signal, sys, threading
+import gc, importlib, logging, os, signal, sys, threading
 import detectron2.engine
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 def state():
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     mask, threads = signal.pthread_sigmask(signal.SIG_BLOCK, ()), threading.enumerate()
-    return handlers, mask, threads, sys.excepthook, threading.excepthook, dict(os.environ)
+    others = gc.isenabled(), gc.get_freeze_count(), logging.raiseExceptions, Image.MAX_IMAGE_PIXELS
+    hooks = sys.excepthook, threading.excepthook
+    return handlers, mask, threads, hooks, others, list(sys.path), dict(os.environ)
 
 class States(Dataset):
     def __len__(self):

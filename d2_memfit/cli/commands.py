@@ -7,11 +7,13 @@ fits.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Optional
+from unittest.mock import patch
 
 from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
@@ -330,6 +332,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         outputs = [path for path in named if path is not None]
         check_outputs(outputs, files_read(args), args.overwrite)
     try:
-        _RUN[args.command](args)
+        with patch.object(sys, "path", [os.getcwd(), *sys.path]):  # as for ``python -m``
+            _RUN[args.command](args)
     finally:
         end_progress()

@@ -13,12 +13,14 @@ LazyConfig, which takes path.key=value. Without a GPU it trains on the CPU, on N
 import argparse
 import logging
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
 from detectron2.config import CfgNode
@@ -235,6 +237,7 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
 
 @exit_on_error
 @causes_named()
+@patch.object(logging, "raiseExceptions", False)  # on a full disk, no traceback for each line
 def main(
     args: argparse.Namespace,
     cfg: CfgNode,
@@ -358,4 +361,5 @@ def run_script(
     """
     parser = argument_parser()
     parser.epilog = usage or parser.epilog
-    run(parser.parse_args(), trainer, add_keys)
+    with patch.object(sys, "path", [os.getcwd(), *sys.path]):  # as for ``python -m``
+        run(parser.parse_args(), trainer, add_keys)

@@ -203,7 +203,12 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
     with pytest.raises(ConfigError, match=r"made from pieces has no key INPUT.MASK_FORMAT"):
         job.with_settings({"INPUT.MASK_FORMAT": "polygon"})
     with pytest.raises(ConfigError, match="has no MapDataset of Detectron2"):
-        job.with_batch(WorstCase((64, 64), 1)).training_batch()
+        Job(
+            model=torch.nn.Identity,
+            optimizer=torch.optim.SGD,
+            train_loader=lambda: [images],
+            batch=WorstCase((64, 64), 1),
+        ).training_batch()
 
 
 def test_sizes_from_a_range_are_no_obstacle_to_a_given_size():
