@@ -17,7 +17,7 @@ MOST_ARROWS = 90
 def arrows(package):
     """Pairs of a room and another one that it imports from, also within functions.
 
-    What the package itself hands on, in its __init__.py, and the command's __main__.py are no rooms.
+    The package's own __init__.py and __main__.py are no rooms.
     """
     found = set()
     for file in package.rglob("*.py"):
