@@ -11,7 +11,5 @@ setup(
         "d2_memfit": ["py.typed"],
         "d2_memfit.config": ["cards.csv"],
         "d2_memfit.config.configs": ["**/*.yaml"],
-        "d2_memfit.planner.device": ["devices/*.yaml"],
-        "d2_memfit.report": ["*.html"],
     },
 )

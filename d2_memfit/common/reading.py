@@ -98,7 +98,8 @@ def load_fields(cls: Any, values: Any, where: str) -> Any:
     hints = get_type_hints(cls)
     values = values if isinstance(values, dict) else {}
     for field in fields(cls):
-        if field.default is MISSING and field.name not in values:
+        is_needed = field.default is field.default_factory is MISSING
+        if is_needed and field.name not in values:
             raise DataError(f"{where}: the field {field.name} is missing")
     for name, value in values.items():
         if name not in hints:

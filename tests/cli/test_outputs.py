@@ -288,7 +288,7 @@ def test_pictures_are_not_drawn_into_again(here, monkeypatch, capsys):
     run(f"{PREDICT} --input val --output found", monkeypatch)
     before = all_files(here)
     with pytest.raises(SystemExit):
-        run(f"{PREDICT} --input found/pictures --output found", monkeypatch)
+        run(f"{PREDICT} --input found/pictures --output found --overwrite", monkeypatch)
     assert all_files(here) == before
     picture = "found/pictures/000.png"
     assert f"the output {picture} is the file {picture}, which this" in capsys.readouterr().err
