@@ -35,18 +35,6 @@ def test_a_link(page, link, on_the_site):
     assert rewritten(link, page) == on_the_site
 
 
-def test_names_in_tables_may_be_broken_after_a_mark():
-    html = (
-        '<p>a.b</p><table><tr><td>c/d <code>A.B_C 0.5</code> <a href="e/f.html">g.h.</a></td>'
-        "<td>1.2</td></tr></table><p>i.j</p>"
-    )
-    broken = (
-        "<p>a.b</p><table><tr><td>c/<wbr>d <code>A.<wbr>B_C 0.5</code> "
-        '<a href="e/f.html">g.<wbr>h.</a></td><td>1.2</td></tr></table><p>i.j</p>'
-    )
-    assert hooks.on_page_content(html) == broken
-
-
 def test_a_notebook_is_a_page_with_its_output(tmp_path):
     file = tmp_path / "first.ipynb"
     cells = [
