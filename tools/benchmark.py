@@ -2,14 +2,13 @@
 # Copyright (c) the d2_memfit developers.
 """Measure the costs and the results of d2_memfit: tools/benchmark.py NAME --help
 
-accumulation     time and memory of accumulation, against plain Detectron2
 commands         CPU seconds of commands, against another revision
 crowded          memory over iterations, with crowded images under a limit
 gradients        distance of accumulated gradients from the full batch's
+guide            the table of docs/OUT_OF_MEMORY.md
 peers            other libraries that accumulate gradients or find a batch
-recovery         cost of recovery from out-of-memory errors
 runs             runs of others against what is predicted for them
-techniques       savings and costs of each technique, and the guide by impact
+training         time and memory of accumulation, recovery and techniques
 zoo              estimates against the memory that Detectron2's zoo publishes
 """
 

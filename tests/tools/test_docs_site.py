@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """How the site's pages are made of the files of the repository."""
 
-import json
-
 import pytest
 from tiny import ROOT
 
@@ -33,27 +31,6 @@ def rewritten(text, page):
 )
 def test_a_link(page, link, on_the_site):
     assert rewritten(link, page) == on_the_site
-
-
-def test_a_notebook_is_a_page_with_its_output(tmp_path):
-    file = tmp_path / "first.ipynb"
-    cells = [
-        {"cell_type": "markdown", "source": ["# Title\n", "Text"]},
-        {
-            "cell_type": "code",
-            "source": ["print(1)"],
-            "outputs": [
-                {"output_type": "stream", "text": ["1\n"]},
-                {"output_type": "display_data", "data": {"image/png": "AAAA"}},
-            ],
-        },
-    ]
-    file.write_text(json.dumps({"cells": cells}))
-    files = hooks.notebook_files(file)
-    assert files["first.md"] == (
-        "# Title\nText\n\n```python\nprint(1)\n```\n\n```\n1\n```\n\n![](first_1.png)\n"
-    )
-    assert files["first_1.png"] == b"\0\0\0"
 
 
 def test_every_page_of_docs_has_a_place():

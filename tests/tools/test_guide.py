@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The table of docs/OUT_OF_MEMORY.md that `benchmark.py techniques` writes."""
+"""The table of docs/OUT_OF_MEMORY.md that `benchmark.py guide` writes."""
 
 import pytest
 from benchmarks import guide

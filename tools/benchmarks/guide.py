@@ -5,6 +5,7 @@ Each row is an estimate for one GPU with 2 images at a time, in which one settin
 recipe.
 """
 
+import argparse
 import shlex
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from d2_memfit.planner.estimate import DryJob
 from .common import CONFIG
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "OUT_OF_MEMORY.md"
-TOOL = "benchmark.py techniques"
+TOOL = "benchmark.py guide"
 R18 = "MODEL.RESNETS.DEPTH 18 MODEL.RESNETS.RES2_OUT_CHANNELS 64"
 # What is tried, the keys as a user types them, a remark, and what else changes.
 TRIES = [
@@ -39,7 +40,11 @@ TRIES = [
 ]
 
 
-def write() -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def run(_: argparse.Namespace) -> None:
     write_section(PAGE, "tries", TOOL, tries(range(len(TRIES))))
 
 
