@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import platform
 import re
 import shutil
 import sys
@@ -29,8 +30,8 @@ EXTRAS = {  # with a module of each
 
 def is_said(message):
     assert "this environment has none" in message
-    assert f"Python {sys.version_info[0]}.{sys.version_info[1]}, no PyTorch" in message
-    assert "Here, type:\n  make venv" in message
+    assert f"Python {platform.python_version()}, no PyTorch" in message
+    assert "\n  make venv\n" in message
     assert "docs/INSTALL.md" in message
 
 
@@ -80,7 +81,7 @@ def test_pytorch_that_is_too_old_is_one_clear_error(tmp_path):
 
 def test_setuptools_can_be_imported_after_all_that_the_package_looks_for():
     """Detectron2 does, by PyTorch's cpp_extension."""
-    code = "import d2_memfit.environment as e; e.missing(); e.Environment.here(); import setuptools"
+    code = "import d2_memfit.environment as e; e.missing(); import setuptools"
     run = run_process([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT)
     assert run.returncode == 0, run.stderr
 
