@@ -1,37 +1,24 @@
 #!/usr/bin/env python3
 # Copyright (c) the d2_memfit developers.
-"""Measure the costs and the results of d2_memfit.
+"""Measure the costs and the results of d2_memfit: tools/benchmark.py NAME --help
 
-tools/benchmark.py accumulation     time and memory of accumulation, against plain Detectron2
-tools/benchmark.py commands         CPU seconds of commands, against another revision
-tools/benchmark.py crowded          memory over iterations, with crowded images under a limit
-tools/benchmark.py crowds           memory, time and results by the number of objects in an image
-tools/benchmark.py gradients        distance of accumulated gradients from the full batch's
-tools/benchmark.py overhead         CPU seconds of an iteration beside those of the model
-tools/benchmark.py peers            other libraries that accumulate gradients or find a batch
-tools/benchmark.py recovery         cost of recovery from out-of-memory errors
-tools/benchmark.py runs             runs of others against what is predicted for them
-tools/benchmark.py techniques       savings and costs of each technique, and the guide by impact
-tools/benchmark.py zoo              estimates against the memory that Detectron2's zoo publishes
+commands         CPU seconds of commands, against another revision
+crowded          memory over iterations, with crowded images under a limit
+gradients        distance of accumulated gradients from the full batch's
+guide            the table of docs/OUT_OF_MEMORY.md
+peers            other libraries that accumulate gradients or find a batch
+runs             runs of others against what is predicted for them
+training         time and memory of accumulation, recovery and techniques
+zoo              estimates against the memory that Detectron2's zoo publishes
 """
 
 import argparse
+import re
 from importlib import import_module
 from typing import Any
 
-BENCHMARKS = (
-    "accumulation",
-    "commands",
-    "crowded",
-    "crowds",
-    "gradients",
-    "overhead",
-    "peers",
-    "recovery",
-    "runs",
-    "techniques",
-    "zoo",
-)
+RAW = argparse.RawDescriptionHelpFormatter
+NAMES = re.findall(r"^(\w+)   ", __doc__, re.M)
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,11 +36,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def main() -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=form)
-    commands = parser.add_subparsers(dest="benchmark", required=True)
-    for name in BENCHMARKS:
-        commands.add_parser(name, formatter_class=form).name = name
+    parser = Parser(description=__doc__, formatter_class=RAW)
+    commands = parser.add_subparsers(required=True)
+    for name in NAMES:
+        commands.add_parser(name, formatter_class=RAW).name = name
     args = parser.parse_args()
     args.run(args)
 

@@ -6,7 +6,7 @@ tools/compatibility.py --projects FOLDER [--only NAME ...] [--output docs/COMPAT
 
 FOLDER has the projects' trees, named like their repositories. You can name several folders, such as
 Detectron2's own projects/. Nothing is fetched, and no tree is changed. Each project runs in its own
-process, with limits of time and memory. Projects that need a Detectron2 newer than v0.6 run with
+process, with a limit of time. Projects that need a Detectron2 newer than v0.6 run with
 --python-main. With --results, a later call runs only the projects of --only, and keeps the other
 rows.
 """
@@ -36,7 +36,6 @@ def main() -> None:
     parser.add_argument("--results", type=Path, help="JSON file that keeps all findings")
     parser.add_argument("--python-main", default=sys.executable, help="with Detectron2 main")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for each project")
-    parser.add_argument("--memory-gb", type=float, default=200, help="address space of a process")
     args = parser.parse_args()
 
     from compatibility_checks.project import PROJECTS
@@ -67,7 +66,7 @@ def examined(name: str, folder: Path, python: str, args: argparse.Namespace) -> 
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     error = "the time was over"
     with tempfile.NamedTemporaryFile("r") as file:
-        child = ("-m", "compatibility_checks.child", name, str(folder), str(args.memory_gb))
+        child = ("-m", "compatibility_checks.child", name, str(folder))
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(
                 [python, *child, file.name],
@@ -88,10 +87,7 @@ def examined(name: str, folder: Path, python: str, args: argparse.Namespace) -> 
 
 
 def commit_of(tree: Path) -> str:
-    """Commit of a clone, or the content of a file TREE.commit next to another tree."""
-    file = tree.with_name(f"{tree.name}.commit")
-    if file.is_file():
-        return file.read_text().strip()
+    """Commit of a clone."""
     command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
     found = subprocess.run(command, check=False, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"

@@ -117,10 +117,11 @@ def install(python: Path, detectron2: Optional[str], torch: Optional[str]) -> No
 
 
 def requirements_for(torch: Optional[str]) -> str:
-    """The pinned packages, with another PyTorch if one is asked for, and the torchvision for it."""
+    """The pinned packages, with another PyTorch if one is asked for, and what goes with it."""
     lines = REQUIREMENTS.read_text().splitlines()
     if torch:
-        lines = [line for line in lines if not line.startswith(("torch==", "torchvision=="))]
+        of_torch = ("torch==", "torchvision==", "nvidia-", "cuda-", "triton==")
+        lines = [line for line in lines if not line.startswith(of_torch)]
         lines += [f"torch=={torch}", "torchvision"]
     return "\n".join(lines)
 

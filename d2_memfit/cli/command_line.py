@@ -170,6 +170,11 @@ def _add_explain_options(parser: argparse.ArgumentParser) -> None:
 def _add_html_option(parser: argparse.ArgumentParser) -> None:
     help = "write the answer and the memory of a step as one HTML page"
     parser.add_argument("--html", type=Path, metavar="FILE", help=help)
+    _add_overwrite_option(parser)
+
+
+def _add_overwrite_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
 
 
 def _add_details_option(parser: argparse.ArgumentParser) -> None:
@@ -263,6 +268,7 @@ def _add_predict_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder for pictures and results; created if needed (default: predictions)",
     )
+    _add_overwrite_option(parser)
     parser.add_argument(
         "--tile-size",
         type=int,

@@ -7,11 +7,13 @@ fits.
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Optional
+from unittest.mock import patch
 
 from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
@@ -328,10 +330,9 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     if args.command in ("estimate", "explain", "plan"):
         named = (getattr(args, option, None) for option in ("output", "html"))
         outputs = [path for path in named if path is not None]
-        if args.command == "explain" and (there := [path for path in outputs if path.is_file()]):
-            raise ConfigError(f"the output {there[0]} exists: name a new file")
-        check_outputs(outputs, files_read(args))
+        check_outputs(outputs, files_read(args), args.overwrite)
     try:
-        _RUN[args.command](args)
+        with patch.object(sys, "path", [os.getcwd(), *sys.path]):  # as for ``python -m``
+            _RUN[args.command](args)
     finally:
         end_progress()

@@ -47,7 +47,6 @@ def set_up_rank(
         ConfigError: the folder cannot be written.
     """
     config_file = Path(output_dir) / "config.yaml"
-    logging.raiseExceptions = False  # on a full disk, each line of the log would have a traceback
     try:
         is_kept = args.eval_only and comm.is_main_process() and config_file.is_file()
         of_training = config_file.read_text() if is_kept else None

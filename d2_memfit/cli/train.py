@@ -13,12 +13,14 @@ LazyConfig, which takes path.key=value. Without a GPU it trains on the CPU, on N
 import argparse
 import logging
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
 from detectron2.config import CfgNode
@@ -40,7 +42,7 @@ from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from torch import nn
 
-from ..common.checks import check_int, check_positive_int, value_of
+from ..common.checks import check_positive_int, value_of, whole
 from ..common.files import whole_file
 from ..compat import has_compiled_ops
 from ..config.files import find_config_file
@@ -235,6 +237,7 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
 
 @exit_on_error
 @causes_named()
+@patch.object(logging, "raiseExceptions", False)  # on a full disk, no traceback for each line
 def main(
     args: argparse.Namespace,
     cfg: CfgNode,
@@ -329,7 +332,7 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
         trainer: the class that trains and evaluates.
         add_keys: functions that add a project's keys to a config.
     """
-    check_int("--num-gpus", args.num_gpus, at_least=0)
+    whole(0)("--num-gpus", args.num_gpus)
     check_positive_int("--num-machines", args.num_machines)
     if not 0 <= args.machine_rank < args.num_machines:
         raise ConfigError(
@@ -358,4 +361,5 @@ def run_script(
     """
     parser = argument_parser()
     parser.epilog = usage or parser.epilog
-    run(parser.parse_args(), trainer, add_keys)
+    with patch.object(sys, "path", [os.getcwd(), *sys.path]):  # as for ``python -m``
+        run(parser.parse_args(), trainer, add_keys)

@@ -16,6 +16,7 @@ import argparse
 import inspect
 import logging
 from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
 from detectron2.config import instantiate
@@ -105,6 +106,7 @@ def load_config(args: argparse.Namespace) -> DictConfig:
 
 @exit_on_error
 @causes_named()
+@patch.object(logging, "raiseExceptions", False)  # on a full disk, no traceback for each line
 def main(args: argparse.Namespace) -> None:
     """Run one rank."""
     cfg = load_config(args)

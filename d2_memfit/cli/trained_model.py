@@ -11,7 +11,7 @@ from typing import Any, Optional
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from omegaconf import DictConfig
 
-from ..common.checks import Check, check_int, fits
+from ..common.checks import Check, fits, whole
 from ..common.files import check_outputs
 from ..common.units import GB
 from ..data.coco_file import CocoFile, check_coco_file
@@ -45,7 +45,7 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
     """
     _SCORE("--min-score", args.min_score)
     if args.tile_size is not None:
-        check_int("--tile-size", args.tile_size, at_least=16)
+        whole(16)("--tile-size", args.tile_size)
     dataset = _dataset_of(args)
     if args.input is not None:
         files = find_files(args.input)
@@ -121,5 +121,6 @@ def _predictor(
     given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)
     weights = weights_of(args.config_file, configured, given)
     say(f"weights: {weights}")
-    check_outputs(outputs_of(args.output, files), [weights, *files, *files_read(args)])
+    inputs = [weights, *files, *files_read(args)]
+    check_outputs(outputs_of(args.output, files), inputs, args.overwrite)
     return Predictor(config, job, weights, args.tile_size), job.cfg

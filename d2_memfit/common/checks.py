@@ -18,9 +18,7 @@ __all__ = [
     "Check",
     "check_all",
     "check_bool",
-    "check_choice",
     "check_device",
-    "check_int",
     "check_positive_int",
     "check_positive_number",
     "check_strings",
@@ -68,16 +66,6 @@ def choice(*values: Any) -> Check:
     quoted = [repr(value) for value in values]
     what = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
     return Check(what, lambda value: type(value) is type(values[0]) and value in values)
-
-
-def check_int(name: str, value: object, at_least: int) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is an integer that is large enough."""
-    whole(at_least)(name, value)
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is one of two or more texts."""
-    choice(*choices)(name, value)
 
 
 def check_device(name: str) -> torch.device:

@@ -4,7 +4,6 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any, Callable
 
@@ -13,8 +12,6 @@ from torch import nn
 __all__ = [
     "File",
     "Groups",
-    "calls_function",
-    "change_class",
     "files_of_classes",
     "has_name",
     "knows_function",
@@ -26,15 +23,6 @@ __all__ = [
 
 # Files, and by name a function that makes the new function from the original.
 Groups = Iterable[tuple[Iterable[Any], Mapping[str, Callable[[Any], Any]]]]
-
-
-def change_class(instance: Any, cls: type) -> None:
-    """Change the class of an object to a subclass of its class, or back.
-
-    This is for objects that a project has made already, and that others refer to: modules whose
-    technique wraps methods, so that copies and ``isinstance`` stay right, and checkpointers.
-    """
-    instance.__class__ = cls
 
 
 def source_files(modules: Iterable[nn.Module]) -> list[Any]:
@@ -68,15 +56,6 @@ class File:
 
     def __init__(self, names: dict[str, Any]) -> None:
         self.__dict__ = names
-
-
-def calls_function(cls: type, name: str) -> bool:
-    """Whether a method of the class, or of its bases, uses this name."""
-    methods = [method for base in cls.__mro__ for method in vars(base).values()]
-    return any(
-        isinstance(method, FunctionType) and has_name(unwrap(method).__code__, name)
-        for method in methods
-    )
 
 
 def has_name(code: CodeType, name: str) -> bool:

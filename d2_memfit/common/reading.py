@@ -4,7 +4,6 @@
 import json
 import os
 import zipfile
-from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Union, get_type_hints
 
@@ -15,7 +14,7 @@ from ..errors import DataError
 from .checks import fits
 from .files import is_local
 
-__all__ = ["SafeLoader", "check_fields", "checked", "load_fields", "load_json", "load_yaml"]
+__all__ = ["SafeLoader", "checked", "load_fields", "load_json", "load_yaml"]
 __all__ += ["verify_checksums"]
 
 SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, with libyaml
@@ -86,33 +85,25 @@ def verify_checksums(filename: Name) -> None:
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
-def check_fields(values: Any, hints: Mapping[str, Any], where: str) -> None:
-    """Check the fields of a record in a file.
-
-    Args:
-        hints: the type of each field, as ``typing.get_type_hints`` gives them.
-        where: the start of the message: the file, and the line in it.
-
-    Raises:
-        DataError: a field is missing, or has a value of another type. NaN is not a number here.
-    """
-    for field, hint in hints.items():
-        if not isinstance(values, dict) or field not in values:
-            raise DataError(f"{where}: the field {field} is missing")
-        if not fits(value := values[field], hint):
-            raise DataError(f"{where}: {field} must be {_TYPES.get(hint, hint)}, got {value!r:.99}")
-
-
 def load_fields(cls: Any, values: Any, where: str) -> Any:
     """Make an instance of a dataclass from the fields of a record in a file.
 
+    Args:
+        where: the start of the message: the file.
+
     Raises:
-        DataError: as :func:`check_fields`, or a field is unknown.
+        DataError: a field is missing or unknown, or has a value of another type. NaN is not a
+            number here.
     """
     hints = get_type_hints(cls)
-    needed = [f.name for f in fields(cls) if f.default is MISSING]
-    check_fields(values, {name: hints[name] for name in needed}, where)
-    if unknown := list(values.keys() - hints.keys()):
-        raise DataError(f"{where}: there is no field {unknown[0]}")
-    check_fields(values, {name: hints[name] for name in values}, where)
+    values = values if isinstance(values, dict) else {}
+    for field in fields(cls):
+        is_needed = field.default is field.default_factory is MISSING
+        if is_needed and field.name not in values:
+            raise DataError(f"{where}: the field {field.name} is missing")
+    for name, value in values.items():
+        if name not in hints:
+            raise DataError(f"{where}: there is no field {name}")
+        if not fits(value, hint := hints[name]):
+            raise DataError(f"{where}: {name} must be {_TYPES.get(hint, hint)}, got {value!r:.99}")
     return cls(**values)

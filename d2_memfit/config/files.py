@@ -4,18 +4,28 @@
 from pathlib import Path
 from typing import Any
 
+import detectron2
 from detectron2.config import CfgNode
 
 from ..common.checks import did_you_mean, suggestion
 from ..common.files import is_file
-from ..common.zoo import detectron2_zoo
 from ..errors import ConfigError
 from .keys import keys_of
 from .yaml_arithmetic import arithmetic_in_yaml
 
-__all__ = ["OUR_ZOO", "find_config_file", "keys_in_own_files"]
+__all__ = ["OUR_ZOO", "detectron2_zoo", "find_config_file", "keys_in_own_files"]
 
 _EXAMPLE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
+
+
+def detectron2_zoo() -> Path:
+    """The folder with the configs of Detectron2's model zoo.
+
+    ``detectron2.model_zoo`` is not imported: it needs pkg_resources, which setuptools 82 and later
+    do not have.
+    """
+    return Path(detectron2.__file__).parent / "model_zoo" / "configs"
+
 
 _INSTALLED = Path(__file__).parent / "configs"
 _CHECKOUT = Path(__file__).parents[2] / "configs"

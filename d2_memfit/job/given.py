@@ -16,7 +16,6 @@ __all__ = [
     "GivenBatches",
     "copy_of",
     "is_image",
-    "mask_bytes_per_object",
     "need_of",
     "objects_in",
     "objects_per_image",
@@ -144,12 +143,6 @@ def _repeated(field: Any, num: int) -> Any:
         return masks
     index = [i % len(field) for i in range(num)]
     return [field[i] for i in index] if isinstance(field, list) else field[torch.tensor(index)]
-
-
-def mask_bytes_per_object(batch: list[dict[str, Any]]) -> int:
-    """Bytes of the masks of one object in each image, if they are tensors."""
-    tensors = [t for image in batch for t in tensors_of(image["instances"]) if t.dim() > 2]
-    return sum(t[0].nbytes for t in tensors)
 
 
 def is_image(tensor: torch.Tensor) -> bool:

@@ -24,7 +24,6 @@ from ..config.precision import Precision
 from ..config.settings import NormalizerOptions, RecoveryOptions, Settings
 from ..errors import ConfigError
 from ..techniques import apply_techniques
-from .dicts import Size
 from .given import GivenBatches
 from .loader import checked_loader
 from .parts import GivenParts, LazyParts, LossFn, Parts, TrainerParts
@@ -242,20 +241,6 @@ class Job:
         same_mapper = all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings)
         if not same_mapper or job.geometry.crosses_batches != self.geometry.crosses_batches:
             vars(job).pop("batches", None)
-        return job
-
-    def with_batch(self, batch: Any) -> "Job":
-        """The same job with another largest batch, as for :meth:`from_cfg`."""
-        return self._with(batch=batch)
-
-    def with_image_size(self, size: Size) -> "Job":
-        """The same job with another height and width, in pixels, of the largest image file."""
-        return self._with(image_size=size)
-
-    def _with(self, **given: Any) -> "Job":
-        job = copy.copy(self)
-        job._given = {**self._given, **given}
-        vars(job).pop("batches", None)
         return job
 
     @property

@@ -73,8 +73,32 @@ def with_overrides(cfg: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
     return changed
 
 
+class _Parts:
+    """What is the same for most parts.
+
+    Attributes:
+        loss_fn: takes the place of ``model(batch)`` in training.
+        assumptions: a line for each thing that is assumed of training.
+    """
+
+    loss_fn: Optional[LossFn] = None
+    assumptions: tuple[str, ...] = ()
+
+    def ddp_options(self) -> dict[str, Any]:
+        """Keyword arguments of ``DistributedDataParallel``, without those of techniques."""
+        return {}
+
+    def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
+        """A function that clips the gradients of parameters, if the optimizer does not."""
+        return None
+
+    def with_cfg(self, cfg: CfgNode) -> Any:
+        """The parts with a complete yacs config."""
+        return self
+
+
 @dataclass(frozen=True)
-class TrainerParts:
+class TrainerParts(_Parts):
     """The class methods of a trainer, called with a config.
 
     Args:
@@ -85,7 +109,6 @@ class TrainerParts:
 
     cfg: CfgNode
     trainer: Any = DefaultTrainer
-    loss_fn = None
 
     def build_model(self, device: str) -> nn.Module:
         there = with_settings(self.cfg, {"MODEL.DEVICE": device})
@@ -111,15 +134,10 @@ class TrainerParts:
         return self._method("test")(self.cfg, model)
 
     def ddp_options(self) -> dict[str, Any]:
-        """Keyword arguments of ``DistributedDataParallel``, without those of techniques."""
         return {"broadcast_buffers": False}  # DefaultTrainer's
 
-    def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
-        """A function that clips the gradients of parameters, if the optimizer does not."""
-        return None
-
     @property
-    def assumptions(self) -> tuple[str, ...]:
+    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
         """A line about ``run_step``, if it is the project's own and replaces Detectron2's."""
         step = getattr(self.trainer, "run_step", None)
         if not isinstance(step, FunctionType) or step.__module__.startswith(_KNOWN_STEPS):
@@ -134,7 +152,6 @@ class TrainerParts:
         return (line,)
 
     def with_cfg(self, cfg: CfgNode) -> "TrainerParts":
-        """The parts with a complete yacs config."""
         return TrainerParts(cfg, self.trainer)
 
     def with_settings(self, settings: Mapping[str, Any]) -> "TrainerParts":
@@ -156,7 +173,7 @@ class TrainerParts:
 
 
 @dataclass(frozen=True)
-class LazyParts:
+class LazyParts(_Parts):
     """The parts that a LazyConfig instantiates, as in Detectron2's ``lazyconfig_train_net.py``.
 
     They are called like :class:`TrainerParts`.
@@ -166,8 +183,6 @@ class LazyParts:
     """
 
     cfg: DictConfig
-    loss_fn = None
-    assumptions = ()
 
     def build_model(self, device: str) -> nn.Module:
         return instantiate(self.cfg.model).to(device)
@@ -197,9 +212,6 @@ class LazyParts:
             return None
         return partial(nn.utils.clip_grad_norm_, **clip.params)
 
-    def with_cfg(self, cfg: CfgNode) -> "LazyParts":
-        return self
-
     def with_settings(self, settings: Mapping[str, Any]) -> "LazyParts":
         places = overrides_of(settings)
         if not any(place.startswith("dataloader.") for place in places):
@@ -208,7 +220,7 @@ class LazyParts:
 
 
 @dataclass(frozen=True)
-class GivenParts:
+class GivenParts(_Parts):
     """The functions given for your own training loop, called like :class:`TrainerParts`.
 
     Args:
@@ -224,7 +236,6 @@ class GivenParts:
     train_loader: Optional[Callable[[], Any]] = None
     test_loader: Optional[Callable[[], Any]] = None
     loss_fn: Optional[LossFn] = None
-    assumptions = ()
 
     def build_model(self, device: str) -> nn.Module:
         return self.model().to(torch.device(device))
@@ -242,12 +253,6 @@ class GivenParts:
 
     def test(self, model: nn.Module) -> Any:
         raise ConfigError("this Job was made from pieces, and has no test()")
-
-    def ddp_options(self) -> dict[str, Any]:
-        return {}
-
-    def clip_gradients(self) -> None:
-        return None
 
     def with_cfg(self, cfg: CfgNode) -> "GivenParts":
         if cfg.MEMFIT.HOST.BUDGET_GB is not None:

@@ -28,7 +28,7 @@ def train(dataset: Path, output_dir: Path, opts: list[str]) -> None:
 
 def predict(dataset: Path, output_dir: Path, found: Path) -> None:
     """Find coins in the validation images with the trained model."""
-    command = [sys.executable, "-m", "d2_memfit", "predict", "--output", found]
+    command = [sys.executable, "-m", "d2_memfit", "predict", "--overwrite", "--output", found]
     command += ["--config-file", output_dir / "config.yaml"]
     command += ["--coco", "coins_val", dataset / "val.json", dataset / "val"]
     subprocess.run([str(c) for c in command], check=True)
@@ -42,7 +42,8 @@ def main() -> None:
     output_dir = args.output_dir
     dataset = output_dir / "dataset"
 
-    make_dataset(dataset)
+    if not (dataset / "val.json").exists():  # which is written last
+        make_dataset(dataset)
     train(dataset, output_dir, args.opts)
     found = output_dir / "predicted"
     predict(dataset, output_dir, found)

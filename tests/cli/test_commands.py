@@ -1,5 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 import json
+import logging
 import os
 import shlex
 import sys
@@ -265,14 +266,15 @@ def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(
 def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, monkeypatch, capsys):
     (tmp_path / "my_project.py").write_text("def add_keys(cfg):\n    cfg.MODEL.MINE = 1\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", sys.path[:])  # which the command adds to
     plan_file = tmp_path / "plan.yaml"
     project = ["--project", "my_project:add_keys"]
     args = ["--config-file", config_file, "--budget", "6", "--output", str(plan_file)]
     main(["plan", *project, *args, "--device", "cuda", "MODEL.MINE", "2"])
     assert "MINE: 2" in plan_file.read_text()
+    before = sys.path[:], logging.raiseExceptions
     main(["estimate", "--details", *project, "--config-file", str(plan_file), "--device", "cuda"])
     assert "peak reserved" in capsys.readouterr().out
+    assert (sys.path, logging.raiseExceptions) == before
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import io
 import random
 
 import numpy as np
+import pytest
 import torch
 
 from d2_memfit.common.random_state import RandomState
@@ -32,9 +33,13 @@ def test_a_checkpoint_can_hold_it():
     assert draw() == drawn
 
 
-def test_states_of_pytorch_are_compared():
+@pytest.mark.parametrize(
+    "draws",
+    [random.random, np.random.rand, lambda: torch.rand(())],
+    ids=["python", "numpy", "torch"],
+)
+def test_states_are_compared(draws):
     state = RandomState()
-    random.random()
-    assert state.draws_the_same_tensors(RandomState())
-    torch.rand(())
-    assert not state.draws_the_same_tensors(RandomState())
+    assert state.draws_the_same(RandomState())
+    draws()
+    assert not state.draws_the_same(RandomState())

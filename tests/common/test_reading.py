@@ -1,21 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """Files that are none, files that would take all memory, and fields that are not what they were."""
 
-import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import pytest
-import torch
 
-from d2_memfit.common.reading import (
-    check_fields,
-    checked,
-    load_fields,
-    load_json,
-    load_yaml,
-)
+from d2_memfit.common.reading import checked, load_fields, load_json, load_yaml
 from d2_memfit.errors import DataError
 
 GB = 2**30
@@ -42,13 +34,6 @@ def test_what_is_no_file_is_told_and_not_opened(tmp_path, make, why, alarm):
 def test_names_that_no_file_can_have(name):
     with pytest.raises(DataError, match="cannot be read"):
         checked(name)
-
-
-@pytest.mark.skipif(os.getuid() == 0, reason="root may read every file")
-def test_a_file_that_may_not_be_read_is_told(tmp_path):
-    (tmp_path / "f").touch(0)
-    with pytest.raises(DataError, match="permission denied"):
-        checked(tmp_path / "f")
 
 
 def test_a_file_and_an_address_are_themselves(tmp_path):
@@ -85,81 +70,42 @@ def test_faults_of_json_are_one_line(tmp_path, content, why):
     assert why in str(e.value)
 
 
-HINTS = {
-    "n": int,
-    "x": float,
-    "t": str,
-    "pair": tuple[float, float],
-    "rows": list[dict[str, int]],
-    "maybe": Optional[list[float]],
-    "any": Any,
-    "tensor": torch.Tensor,
-}
-GOOD = {
-    "n": 1, "x": 1, "t": "", "pair": [1, 2.5], "rows": [{"a": 1}, {}], "maybe": None, "any": None,
-    "tensor": torch.ones(1), "more": 1,
-}  # fmt: skip
-
-
-def test_fields_of_the_right_types_are_good():
-    check_fields(GOOD, HINTS, "f")
-    check_fields({**GOOD, "maybe": [1, 2.5], "pair": (0.0, 0)}, HINTS, "f")
+@dataclass
+class Record:
+    n: int
+    x: float = 1
+    t: str = ""
+    pair: tuple[float, float] = (1, 2)
+    rows: list[dict[str, int]] = field(default_factory=list)
+    maybe: Optional[list[float]] = None
+    any: Any = None
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    ("values", "message"),
     [
-        ("n", 1.0, "n must be an integer, got 1.0"),
-        ("n", True, "n must be an integer, got True"),
-        ("n", 10**400, "n must be an integer, got 1000"),
-        ("x", float("nan"), "x must be a finite number, got nan"),
-        ("x", float("-inf"), "x must be a finite number, got -inf"),
-        ("x", "1", "x must be a finite number, got '1'"),
-        ("t", ["a" * 200], "t must be a text, got ['aaa"),
-        ("pair", [1, 2, 3], "pair must be tuple[float, float], got [1, 2, 3]"),
-        ("pair", [1, None], "pair must be tuple[float, float], got [1, None]"),
-        ("pair", 7, "pair must be tuple[float, float], got 7"),
-        ("rows", [{"a": "1"}], "rows must be list[dict[str, int]], got [{'a': '1'}]"),
-        ("rows", {}, "rows must be list[dict[str, int]], got {}"),
-        ("maybe", [None], "maybe must be "),
-        ("tensor", [1], "tensor must be <class 'torch.Tensor'>, got [1]"),
+        ({"n": 1.0}, "n must be an integer, got 1.0"),
+        ({"n": True}, "n must be an integer, got True"),
+        ({"n": 10**400}, "n must be an integer, got 1000"),
+        ({"n": 1, "x": float("nan")}, "x must be a finite number, got nan"),
+        ({"n": 1, "x": "1"}, "x must be a finite number, got '1'"),
+        ({"n": 1, "t": ["a" * 200]}, "t must be a text, got ['aaa"),
+        ({"n": 1, "pair": [1, 2, 3]}, "pair must be tuple[float, float], got [1, 2, 3]"),
+        ({"n": 1, "rows": [{"a": "1"}]}, "rows must be list[dict[str, int]], got [{'a': '1'}]"),
+        ({"n": 1, "maybe": [None]}, "maybe must be "),
+        ({"n": 1, "more": 2}, "there is no field more"),
+        ({"x": 1}, "the field n is missing"),
+        ([1], "the field n is missing"),
+        (None, "the field n is missing"),
     ],
 )
-def test_a_field_of_another_type_is_named(field, value, message):
+def test_a_field_that_is_wrong_is_named(values, message):
     with pytest.raises(DataError) as e:
-        check_fields({**GOOD, field: value}, HINTS, "f, line 3")
+        load_fields(Record, values, "f, line 3")
     assert str(e.value).startswith(f"f, line 3: {message}")
     assert len(str(e.value)) < 200
 
 
-@pytest.mark.parametrize("values", [{"n": 1}, [], None, 7, "n"])
-def test_a_field_that_is_missing_is_named(values):
-    with pytest.raises(DataError, match=r"^f: the field [nx] is missing$"):
-        check_fields(values, HINTS, "f")
-
-
-@dataclass
-class Pair:
-    one: int
-    other: str = "x"
-
-
 def test_a_dataclass_is_made_of_its_fields():
-    assert load_fields(Pair, {"one": 1}, "f") == Pair(1)
-    for values, message in (
-        ({"other": "y"}, "f: the field one is missing"),
-        ([1], "f: the field one is missing"),
-        ({"one": 1, "other": 2}, "f: other must be a text, got 2"),
-        ({"one": 1, "more": 2}, "f: there is no field more"),
-    ):
-        with pytest.raises(DataError) as e:
-            load_fields(Pair, values, "f")
-        assert str(e.value) == message
-
-
-@pytest.mark.slow
-def test_json_of_the_length_of_a_dataset_is_read(tmp_path):
-    """Bounds are for configs: there are datasets of gigabytes."""
-    values = {"a": [[i] * 3 for i in range(200_000)]}
-    (tmp_path / "f.json").write_text(json.dumps(values))
-    assert load_json(tmp_path / "f.json") == values
+    values = {"n": 1, "pair": [1, 2.5], "rows": [{"a": 1}, {}], "maybe": [1, 2.5], "any": 7}
+    assert load_fields(Record, values, "f") == Record(**values)

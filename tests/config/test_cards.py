@@ -77,12 +77,6 @@ def test_others_are_refused_with_what_to_type(text, message):
         settings_of_card(text)
 
 
-def test_the_memory_that_a_driver_reports_tells_the_size():
-    assert find_card("NVIDIA GeForce RTX 3060", 7.6) is CARDS["rtx_3060_8gb"]
-    assert find_card("NVIDIA GeForce RTX 3060", 11.6) is CARDS["rtx_3060"]
-    assert find_card("Made-up", 11.6) is None
-
-
 def test_the_table_has_cards_of_all_generations_and_each_name_once():
     assert len({card.name for card in CARDS.values()}) >= 100
     series = Counter(int(float(card.capability)) for card in CARDS.values())

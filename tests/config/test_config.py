@@ -7,10 +7,9 @@ from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from d2_memfit import add_memfit_config, get_cfg
-from d2_memfit.common.zoo import detectron2_zoo
+from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.config.load import load_cfg, with_memfit_keys, with_settings
 from d2_memfit.config.settings import check_settings
-from d2_memfit.config.yaml_arithmetic import arithmetic_in_yaml
 from d2_memfit.errors import ConfigError, ConfigErrors
 
 
@@ -147,38 +146,6 @@ def test_numbers_that_are_not_finite_or_too_large_are_refused(key, value):
         check_settings(with_settings(get_cfg(), {key: value}))
 
 
-@pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML was built without libyaml")
-def test_files_are_read_with_libyaml():
-    with arithmetic_in_yaml():
-        assert isinstance(yaml.SafeLoader("1"), yaml.CSafeLoader)
-    assert not isinstance(yaml.SafeLoader("1"), yaml.CSafeLoader)
-
-
-def test_scales_as_maskformers_configs_write_them_are_computed(tmp_path):
-    file = tmp_path / "scales.yaml"
-    scales = "[int(x * 0.1 * 512) for x in range(5, 21)]"
-    file.write_text(f'INPUT:\n  MIN_SIZE_TRAIN: !!python/object/apply:eval ["{scales}"]\n')
-    cfg = load_cfg(str(file))
-    assert list(cfg.INPUT.MIN_SIZE_TRAIN) == [int(x * 0.1 * 512) for x in range(5, 21)]
-
-
-def test_a_file_that_does_not_exist_is_named():
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
-        load_cfg("nowhere.yaml")
-
-
-@pytest.mark.parametrize("value", [0, -3, 1.0, True, None, "4"])
-def test_accumulation_steps_are_a_positive_integer(value):
-    cfg = get_cfg()
-    cfg.SOLVER.ACCUMULATION_STEPS = value
-    with pytest.raises(ConfigError) as e:
-        check_settings(cfg)
-    assert (
-        str(e.value)
-        == f"SOLVER.ACCUMULATION_STEPS must be a positive integer up to 1000000, got {value!r}"
-    )
-
-
 def test_unknown_keys_are_found_that_no_merge_has_seen():
     cfg = get_cfg()
     cfg.MEMFIT.MICROBATCH = 1
@@ -186,13 +153,6 @@ def test_unknown_keys_are_found_that_no_merge_has_seen():
         ConfigError, match=r"no config key MEMFIT\.MICROBATCH \(did you mean MEMFIT\.MICRO"
     ):
         check_settings(cfg)
-
-
-def test_images_are_shared_equally_among_ranks():
-    cfg = get_cfg()
-    check_settings(cfg, ranks=8)
-    with pytest.raises(ConfigError, match="divisible by the number of ranks, 3, got 16"):
-        check_settings(cfg, ranks=3)
 
 
 @pytest.mark.parametrize("value", [5.5, "auto", None, 7])

@@ -3,7 +3,7 @@ import pytest
 from detectron2.config import get_cfg
 
 from d2_memfit import model_zoo
-from d2_memfit.common.zoo import detectron2_zoo
+from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.errors import ConfigError
 
 

@@ -6,7 +6,6 @@ import torch
 from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
-from d2_memfit.cli import train
 from d2_memfit.config.load import get_cfg, with_settings
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
 from d2_memfit.engine.train_loop import AccumulatingTrainer
@@ -115,24 +114,6 @@ def test_the_keys_of_detectron2_are_in_the_same_list():
     ]
 
 
-@pytest.mark.slow
-def test_a_projects_trainer_may_have_other_choices(coins, tmp_path):
-    class Trainer(train.Trainer):
-        pass
-
-    own = {
-        "SOLVER.CLIP_GRADIENTS.CLIP_TYPE": "full_model",
-        "SOLVER.LR_SCHEDULER_NAME": "WarmupPolyLR",
-        "DATALOADER.SAMPLER_TRAIN": "ClassAwareSampler",
-    }
-    file = tmp_path / "config.yaml"
-    file.write_text(with_settings(tiny_cfg(), own).dump())
-    options = ["--config-file", str(file), "--training-only"]
-    args = train.argument_parser().parse_args([*options, "DATASETS.TRAIN", "('coins_train',)"])
-    cfg, _ = train.prepare(args, Trainer)
-    assert cfg.SOLVER.LR_SCHEDULER_NAME == "WarmupPolyLR"
-
-
 def test_a_wrong_value_hides_only_what_depends_on_it():
     cfg = get_cfg()
     cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.ENABLED = 0, -1, True
@@ -157,14 +138,6 @@ def test_what_is_parsed_has_types_and_is_made_once():
     assert not cfg.is_frozen()
     other = job.with_settings({"MEMFIT.OOM.POLICY": "raise"})
     assert (other.recovery, job.recovery.last_resort) == (None, "skip")
-
-
-def test_settings_change_nothing():
-    settings = Settings.from_cfg(tiny_cfg(), 1)
-    changed = with_settings(settings.cfg, {"MEMFIT.OOM.POLICY": "split"})
-    assert (settings.cfg.MEMFIT.OOM.POLICY, changed.MEMFIT.OOM.POLICY) == ("raise", "split")
-    assert changed.is_frozen()
-    assert changed.MEMFIT.OOM.is_frozen()
 
 
 def test_an_evaluation_does_not_read_the_keys_of_training():

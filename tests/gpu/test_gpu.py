@@ -38,7 +38,7 @@ from d2_memfit.config.load import with_settings
 from d2_memfit.config.precision import Precision
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
-from d2_memfit.engine.hooks import LeakDetector, MemoryMonitor, MemorySnapshot
+from d2_memfit.engine.hooks import MemoryMonitor, MemorySnapshot
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
 from d2_memfit.measure import ITEMS, measure_item
@@ -50,7 +50,6 @@ from d2_memfit.memory import (
     is_out_of_memory,
     release_memory,
 )
-from d2_memfit.planner import probe
 from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
 from d2_memfit.techniques import TECHNIQUES, apply_techniques, offload
 
@@ -372,21 +371,6 @@ def test_micro_batches_of_3_3_and_2_images_give_the_steps_of_8(precision, device
     assert relative_difference(results[1], results[0]) < tolerance * moved
 
 
-def test_four_micro_batches_take_the_memory_of_one(device):
-    cfg = tiny_cfg("mask_rcnn", device=device)
-    peaks = {}
-    for steps in (1, 4):
-        model = tiny_model(cfg)
-        loader = [images(1, size=side(device))] * (3 * steps)
-        trainer = AccumulatingTrainer(model, loader, sgd(model), steps)
-        iterate(trainer)
-        with peaks_of(device) as peak:
-            iterate(trainer)
-            peaks[steps] = peak()
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert peaks[4] <= 1.01 * peaks[1] + gradients
-
-
 @pytest.mark.parametrize("family", ["proposal_network", "mask_rcnn", "retinanet"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_failed_allocation_gives_the_step_of_two_micro_batches(
@@ -475,12 +459,6 @@ def test_a_snapshot_has_owners_and_pytorchs_own_snapshot_with_it(device, tmp_pat
     assert (tmp_path / "memfit_oom_1.pickle").exists() == (device.type == "cuda")
 
 
-def test_a_healthy_run_causes_no_warning_of_a_leak(device):
-    detector = LeakDetector(window=80, skip=20)
-    run_with_hooks(device, detector, num_iterations=120)
-    assert not detector._said
-
-
 def test_memory_outside_the_allocator_is_measured(gpu):
     record = measure_item("device", str(gpu), small=True)
     assert record["device"] == torch.cuda.get_device_name(gpu)
@@ -502,84 +480,3 @@ def test_the_gpu_is_measured(change, gpu):
     assert record["retries"] == before
     if change == "6GB":
         assert record["device_measured_bytes"] <= 6 * 2**30
-
-
-# Faults that a check must see. Each is put into a made-up card, or into d2_memfit on it.
-
-
-def no_limit(card, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *_: None)
-
-
-def memory_without_an_owner(card, monkeypatch):
-    def enter(meter):
-        card.live_bytes += 2**26
-        return original(meter)
-
-    original = OwnerMeter.__enter__
-    monkeypatch.setattr(OwnerMeter, "__enter__", enter)
-
-
-def a_report_that_resets_the_peak(card, monkeypatch):
-    def after_step(hook):
-        card.reset_peak_memory_stats()
-        original(hook)
-
-    original = MemoryMonitor.after_step
-    monkeypatch.setattr(MemoryMonitor, "after_step", after_step)
-
-
-def a_probe_whose_model_stays(card, monkeypatch):
-    def build(*args):
-        kept.append(original(*args))
-        return kept[-1]
-
-    kept = []
-    original = probe.build_with_values
-    monkeypatch.setattr(probe, "build_with_values", build)
-
-
-def other_memory_than_tensors(card, monkeypatch):
-    card.outside_bytes = 23 * 2**30
-
-
-def retries(card, monkeypatch):
-    def synchronize(device=None):
-        card.retries += 1
-
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-
-
-def copies_of_nothing(card, monkeypatch):
-    monkeypatch.setattr(offload._Offload, "_copy", lambda *_: None)
-
-
-MEASURED = partial(test_the_gpu_is_measured, "6GB")
-OFFLOADED = partial(
-    test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit, "retinanet"
-)
-FAULTS = [
-    (copies_of_nothing, OFFLOADED),
-    (no_limit, test_allocations_above_the_budget_fail),
-    (no_limit, test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow),
-    (no_limit, test_evaluation_with_too_little_memory_has_the_same_results),
-    (memory_without_an_owner, test_the_bytes_of_all_owners_add_up_to_the_allocators_count),
-    (
-        a_report_that_resets_the_peak,
-        test_reports_have_the_allocators_values_and_do_not_reset_its_peak,
-    ),
-    (a_probe_whose_model_stays, test_a_probe_leaves_nothing_behind),
-    (other_memory_than_tensors, MEASURED),
-    (retries, MEASURED),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("fault", "check"), FAULTS, ids=[f"{i} {fault.__name__}" for i, (fault, _) in enumerate(FAULTS)]
-)
-def test_a_check_fails_by_a_fault(fault, check, monkeypatch):
-    with made_up_card() as card, monkeypatch.context() as patches:
-        fault(card, patches)
-        with pytest.raises((AssertionError, pytest.fail.Exception)):
-            check(torch.device("cuda:0"))

@@ -1,11 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """Batches with other numbers of objects, and images of other sizes."""
 
-import numpy as np
 import pytest
 import torch
 from detectron2.structures import (
-    BitMasks,
     Boxes,
     Instances,
     Keypoints,
@@ -16,14 +14,10 @@ from detectron2.utils.events import EventStorage
 from tiny import image, images, tiny_cfg, tiny_model
 
 from d2_memfit.job import (
-    Job,
-    mask_bytes_per_object,
     objects_per_image,
     resize_image,
     with_objects,
 )
-from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimate import DryJob
 
 
 @pytest.mark.parametrize("num", [2, 8])
@@ -50,18 +44,6 @@ def test_objects_are_repeated_in_all_fields(num):
     assert made.names == ["abc"[i] for i in index]
 
 
-def test_repeated_masks_have_one_pixel():
-    batch = images(2, num_instances=3)
-    for d in batch:
-        d["instances"].remove("gt_keypoints")
-    assert mask_bytes_per_object(batch) == 2 * 64 * 64
-    made = with_objects(batch, 5)[1]["instances"].gt_masks.tensor
-    assert torch.equal(made[:3], batch[1]["instances"].gt_masks.tensor)
-    assert made[3:].sum((1, 2)).tolist() == [1, 1]
-    few = with_objects(batch, 2)[1]["instances"].gt_masks.tensor
-    assert torch.equal(few, batch[1]["instances"].gt_masks.tensor[:2])
-
-
 @pytest.mark.parametrize(
     "batch",
     [
@@ -73,27 +55,6 @@ def test_repeated_masks_have_one_pixel():
 )
 def test_images_without_instances_have_no_number(batch):
     assert objects_per_image(batch) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "mask_format"),
-    [("mask_rcnn", "bitmask"), ("retinanet", "polygon")],
-)
-def test_memory_is_that_of_as_many_objects_from_the_mapper(family, mask_format):
-    """But for what depends on where boxes are, such as the anchors on objects."""
-    cfg = tiny_cfg(family, fpn=family != "retinanet")
-    cfg.INPUT.MASK_FORMAT, cfg.SOLVER.IMS_PER_BATCH = mask_format, 2
-    few, many = (
-        DryJob(Job.from_cfg(cfg, 1, num_instances=num), DeviceModel.load("cuda"), evaluates=False)
-        for num in (20, 70)
-    )
-    assert objects_per_image(few.job.training_batch()) == [20, 20]
-    batch = with_objects(few.job.training_batch(), 70)
-    repeated = DryJob(Job.from_cfg(cfg, 1, batch=batch), DeviceModel.load("cuda"), evaluates=False)
-    peaks = [job.use().allocated_bytes for job in (few, repeated, many)]
-    assert peaks[1] == pytest.approx(peaks[2], rel=0.01)
-    assert peaks[1] > 1.02 * peaks[0]
 
 
 def test_annotations_go_with_the_image():
@@ -117,32 +78,6 @@ def test_annotations_go_with_the_image():
     assert set(smaller["sem_seg"].unique().tolist()) <= set(range(5))
     assert smaller["sem_seg"].dtype == torch.int64
     assert (smaller["height"], smaller["width"]) == (100, 100)
-
-
-def test_the_original_is_not_touched():
-    original = image(0)
-    boxes = original["instances"].gt_boxes.tensor.clone()
-    resize_image(original, 0.7)
-    assert original["image"].shape == (3, 64, 64)
-    assert torch.equal(original["instances"].gt_boxes.tensor, boxes)
-
-
-def test_height_and_width_are_scaled_by_what_they_became():
-    instances = Instances((10, 15))
-    instances.gt_boxes = Boxes(torch.tensor([[0.0, 0.0, 15.0, 10.0]]))
-    instances.gt_masks = PolygonMasks([[np.array([0.0, 0.0, 15.0, 0.0, 15.0, 10.0])]])
-    pixels = torch.zeros(3, 10, 15, dtype=torch.uint8)
-    smaller = resize_image({"image": pixels, "instances": instances}, 0.7)
-    height, width = smaller["image"].shape[1:]
-    assert (height, width) == (7, 10)
-    assert smaller["instances"].gt_boxes.tensor.tolist() == [[0, 0, 10, 7]]
-    np.testing.assert_allclose(smaller["instances"].gt_masks.polygons[0][0], [0, 0, 10, 0, 10, 7])
-
-
-def test_an_image_without_objects_can_be_resized():
-    empty = image(0, num_instances=0)
-    empty["instances"].gt_masks = BitMasks(torch.zeros(0, 64, 64, dtype=torch.bool))
-    assert resize_image(empty, 0.7)["instances"].gt_masks.tensor.shape == (0, 45, 45)
 
 
 def test_a_model_trains_on_it():

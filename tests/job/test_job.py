@@ -21,7 +21,7 @@ from d2_memfit import Job, MemfitMixin, estimate_memory
 from d2_memfit.config.lazy import cfg_of_lazy, overrides_of
 from d2_memfit.engine.build import build_trainer
 from d2_memfit.errors import ConfigError
-from d2_memfit.job import WorstCase, size_of, with_overrides
+from d2_memfit.job import WorstCase, with_overrides
 
 pytestmark = pytest.mark.slow
 
@@ -156,15 +156,6 @@ def test_a_lazy_config_is_a_job_with_its_own_optimizer_mapper_and_batch():
     assert isinstance(instantiate(cfg.model), nn.Module)
 
 
-def test_the_size_of_a_lazy_configs_images_can_be_chosen():
-    job = Job.from_lazy(lazy_config(), 1, batch=WorstCase((48, 80), 5))
-    (image,) = job.training_batch(1)
-    assert image["image"].shape[1:] == (48, 80)
-    assert len(image["instances"]) == 5
-    (image,) = job.evaluation_batch()
-    assert image["image"].shape[1:] == (48, 80)
-
-
 def test_keys_of_a_lazy_config_have_their_places():
     places = overrides_of({"MEMFIT.MICRO_BATCH": 1, "MEMFIT.CHECKPOINT.MODULES": ["backbone"]})
     assert places == {
@@ -203,15 +194,12 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
     with pytest.raises(ConfigError, match=r"made from pieces has no key INPUT.MASK_FORMAT"):
         job.with_settings({"INPUT.MASK_FORMAT": "polygon"})
     with pytest.raises(ConfigError, match="has no MapDataset of Detectron2"):
-        job.with_batch(WorstCase((64, 64), 1)).training_batch()
-
-
-def test_sizes_from_a_range_are_no_obstacle_to_a_given_size():
-    """As those of Detectron2's Cityscapes."""
-    cfg = tiny_cfg("faster_rcnn")
-    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING = (48, 64), "range"
-    (image, *_) = Job.from_cfg(cfg, 1, batch=WorstCase((40, 72), 3)).training_batch()
-    assert size_of([image]) == (40, 72)
+        Job(
+            model=torch.nn.Identity,
+            optimizer=torch.optim.SGD,
+            train_loader=lambda: [images],
+            batch=WorstCase((64, 64), 1),
+        ).training_batch()
 
 
 def test_the_mixin_trains_the_job_that_is_planned(tmp_path):
@@ -244,15 +232,3 @@ def test_a_step_of_the_projects_own_is_told(shape):
     ).parts.assumptions
     assert len(lines) == (shape == "own run_step")
     assert all("Trainer.run_step, which is the project's own, does" in line for line in lines)
-
-
-def test_a_job_has_its_ranks_and_its_keys_already():
-    job = Job.from_cfg(tiny_cfg(fpn=False), 2)
-    assert Job.from_any(job, None, 2) is job
-    assert Job.from_any(job) is job
-    with pytest.raises(TypeError, match="2 ranks, not 4"):
-        estimate_memory(job, num_gpus=4)
-    with pytest.raises(ConfigError, match=r"no config key MEMFIT\.NOPE\.X"):
-        job.with_settings({"MEMFIT.NOPE.X": 1})
-    with pytest.raises(ConfigError, match=r"no config key SOLVER\.BASE_LR\.X"):
-        job.with_settings({"SOLVER.BASE_LR.X": 1})

@@ -133,15 +133,6 @@ def test_a_mapper_of_label_images_gets_an_image_with_all_classes_that_one_has(dr
     assert len(told.training_batch(1)[0]["instances"]) == 8
 
 
-def test_of_many_label_images_a_hundred_are_read_and_that_is_said(drawn, monkeypatch):
-    monkeypatch.setattr("d2_memfit.job.datasets._MOST_LABELS", 2)
-    job = Job.from_trainer(SemanticTrainer, make_cfg(drawn), 1)
-    assert job.batches.is_guess
-    (line,) = job.batches.assumptions
-    assert line.startswith("no label image of drawn_sem_seg has more classes than 2 of 3: 3")
-    assert job.batches.typical.num_instances == 2  # the mean of 2 and 3
-
-
 def test_a_file_that_is_missing_makes_a_dataset_a_missing_one(drawn, tmp_path):
     (tmp_path / "labels/1.png").unlink()
     (tmp_path / "images/1.jpg").unlink()

@@ -2,7 +2,6 @@
 """Training with registered datasets, of which nothing was checked: what is said."""
 
 import copy
-import sys
 
 import pytest
 from detectron2.data import (
@@ -62,11 +61,6 @@ def test_a_trainer_warns_before_the_first_iteration(cfg, dicts, log):
     assert any("NUM_CLASSES is 1, but the dataset has 2 classes (coin, note)" in w for w in said)
 
 
-def test_good_data_are_trained_on_without_a_word(cfg, dicts, log):
-    next(iter(checked_loader(build_detection_train_loader, cfg)(cfg)))
-    assert warnings(log) == []
-
-
 def test_the_batches_are_those_of_an_unchecked_loader(cfg, dicts):
     from detectron2.utils.env import seed_all_rng
 
@@ -105,18 +99,6 @@ def test_an_image_that_cannot_be_loaded_is_named(cfg, dicts, tmp_path, workers, 
         with checked_test_loaders(cfg):
             loader = build_detection_test_loader(cfg, NAME)
     with pytest.raises(DataError, match=r"the image .*truncated\.png cannot be loaded, .*OSError"):
-        next(iter(loader))
-
-
-@pytest.mark.parametrize("mask", [{"counts": b"!!"}, [[1, 2] * 4, [3]]])
-def test_annotations_that_do_not_go_with_an_image_are_named_with_it(cfg, dicts, mask):
-    cfg.INPUT.MASK_FORMAT = "bitmask"
-    for entry in dicts:
-        size = {"size": [entry["height"], entry["width"]]}
-        is_code = isinstance(mask, dict)
-        entry["annotations"][0]["segmentation"] = {**size, **mask} if is_code else mask
-    loader = checked_loader(build_detection_train_loader, cfg)(cfg)
-    with pytest.raises(DataError, match=r"the image .*, or its annotations do not go with it \("):
         next(iter(loader))
 
 
@@ -162,10 +144,3 @@ def test_the_loader_of_the_test_set_shares_its_dataset_too(cfg, dicts, coins, sh
     model = Trainer.build_model(cfg)
     Trainer.test(cfg, model)
     assert isinstance(loaders[0].dataset._dataset, SharedList) is shared
-
-
-def test_a_name_without_a_module_is_no_problem(monkeypatch):
-    """As after an optional import that Python was told to refuse."""
-    monkeypatch.setitem(sys.modules, "refused", None)
-    with checked_test_loaders(tiny_cfg(fpn=False)):
-        pass

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """The largest batches that a job's mapper makes, with and without datasets."""
 
-import json
 import os
 
 import cv2
@@ -11,22 +10,16 @@ import torch
 from detectron2.data import (
     DatasetCatalog,
     DatasetMapper,
-    MapDataset,
     build_detection_train_loader,
 )
 from detectron2.data.samplers import TrainingSampler
 from detectron2.data.transforms import Augmentation, ResizeTransform
-from detectron2.structures import BoxMode
 from PIL import Image
-from pycocotools import mask as coco_mask
 
 from d2_memfit import Job, get_cfg
-from d2_memfit.data.registration import register_coco
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
 from d2_memfit.job.datasets import assumed_statistics
-from d2_memfit.job.dicts import dict_of
-from d2_memfit.job.mapper import capture_loader, empty_files
 
 pytestmark = pytest.mark.slow
 
@@ -109,21 +102,6 @@ def test_where_all_images_of_a_dataset_have_one_size_it_is_taken():
     assert tuple(told.training_batch(1)[0]["image"].shape[1:]) == (1024, 2048)
     cfg.INPUT.MIN_SIZE_TRAIN = (0,)
     assert sizes(cfg, 1) == [(1024, 2048)]
-
-
-def test_several_datasets_are_known_if_all_are():
-    several = [["coco_2017_train", "lvis_v1_train"], ["coco_2017_train", "mine"], []]
-    found = [assumed_statistics(names) for names in several]
-    assert [statistics.num_instances for statistics in found] == [775, 100, 100]
-    assert ["LVIS" in statistics.missing for statistics in found] == [True, False, False]
-
-
-def test_a_shorter_side_is_a_number_or_several_as_for_detectron2():
-    cfg = make_cfg(DATASETS__TEST=("nobody_has_it",))
-    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TEST = 640, (400, 600)
-    assert sorted(sizes(cfg, 1)[0]) == [640, 1333]
-    (image,) = Job.from_cfg(cfg, 1).evaluation_batch()
-    assert sorted(image["image"].shape[1:]) == [600, 1333]
 
 
 def test_a_dataset_says_how_large_and_how_crowded_its_images_are(dataset):
@@ -244,21 +222,6 @@ def test_a_batch_has_what_the_models_ask_for():
     assert len(image["proposals"]) == cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TEST
 
 
-def test_a_coco_file_that_is_missing_is_no_error(tmp_path):
-    missing = tmp_path / "missing.json"
-    register_coco("worst_case_missing", str(missing), str(tmp_path))
-    cfg = make_cfg(DATASETS__TRAIN=("worst_case_missing",))
-    assert Job.from_cfg(cfg, 1).batches.num_instances == 100
-    info = {"id": 1, "file_name": "1.jpg", "height": 30, "width": 40}
-    box = {"bbox": [1, 1, 5, 5], "category_id": 1, "image_id": 1, "iscrowd": 0, "area": 25}
-    coco = {"images": [info], "categories": [{"id": 1, "name": "coin"}]}
-    coco["annotations"] = [{**box, "id": i} for i in range(4)]
-    missing.write_text(json.dumps(coco))
-    job = Job.from_cfg(cfg, 1)
-    assert job.batches.num_instances == 4
-    assert torch.is_tensor(job.training_batch(1)[0]["image"])
-
-
 def test_the_datasets_own_annotations_are_repeated_for_more_instances(tmp_path):
     info = {"file_name": "a.jpg", "image_id": 1, "height": 30, "width": 40}
     own = {"bbox": [1, 2, 5, 6], "bbox_mode": 0, "category_id": 3}
@@ -270,16 +233,6 @@ def test_the_datasets_own_annotations_are_repeated_for_more_instances(tmp_path):
         assert image["instances"].gt_classes.tolist() == [3] * 5
     finally:
         DatasetCatalog.remove("own_annotations")
-
-
-def test_a_batch_of_a_known_dataset_has_its_most_crowded_images_once_each():
-    job = Job.from_cfg(make_cfg(DATASETS__TRAIN=("coco_2017_train",), **SMALL), 1)
-    counts = [len(d["instances"]) for d in job.training_batch(16)]
-    assert counts[:4] == [100, 95, 92, 90]
-    assert counts == sorted(counts, reverse=True)
-    assert {len(d["instances"]) for d in job.training_batch(4, job.batches.typical)} == {7}
-    # 99% of COCO's images have 33 objects at most, and 1% of them are 1183.
-    assert assumed_statistics(["coco_2017_train"]).instances_per_image[-1] > 33
 
 
 @pytest.mark.parametrize("crops", [False, True])
@@ -367,40 +320,3 @@ def test_images_have_what_the_loader_adds_to_its_dicts(dataset):
     for name in (dataset, "nobody_has_it"):
         job = Job.from_trainer(Trainer, make_cfg(DATASETS__TRAIN=(name,), **SMALL), 1)
         assert [d["dataset_source"] for d in job.training_batch(2)] == [3, 3]
-
-
-def test_a_loader_need_not_have_dicts():
-    loader = capture_loader(lambda: MapDataset(["a.png", "b.png"], str.upper))
-    assert (loader.mappers, loader.first) == ([str.upper], {})
-
-
-def test_an_error_of_a_mapper_is_its_own():
-    def read(file):
-        raise ValueError(f"not a photograph: {os.path.basename(file)}")
-
-    with pytest.raises(ValueError, match=r"not a photograph: file_name_\w+\.png"):
-        Job.from_trainer(trainer_of(read), make_cfg(), 1).training_batch(1)
-
-
-def test_a_run_length_code_gets_the_size_of_another_image():
-    code = coco_mask.encode(np.asfortranarray(np.ones((100, 200), np.uint8)))
-    annotation = {"bbox": [10, 10, 40, 30], "bbox_mode": BoxMode.XYXY_ABS, "segmentation": code}
-    d = {"file_name": "", "height": 100, "width": 200, "annotations": [annotation]}
-    (scaled,) = dict_of(d, (300, 400))["annotations"]
-    assert scaled["segmentation"]["size"] == [300, 400]
-    x0, y0, x1, y1 = scaled["bbox"]
-    assert coco_mask.toBbox(scaled["segmentation"]) == pytest.approx(
-        [x0, y0, x1 - x0, y1 - y0], abs=2
-    )
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [((40, 60), np.float32), ((40, 60, 3), np.uint8)])
-def test_an_empty_image_gets_its_size_without_resizing(shape, dtype):
-    resize = ResizeTransform(40, 60, 80, 120)
-    image = np.zeros(shape, dtype)
-    expected = [resize.apply_image(image), resize.apply_image(image + 1)]
-    with empty_files():
-        found = [resize.apply_image(image), resize.apply_image(image + 1)]
-    for ours, theirs in zip(found, expected):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-        assert np.array_equal(ours, theirs)

@@ -51,7 +51,7 @@ def results_of(output):
 
 def pictures_in(output):
     """The names of all files but the notes of what was written."""
-    return sorted(p.name for p in (output / "pictures").iterdir() if p.name != ".d2_memfit")
+    return sorted(p.name for p in (output / "pictures").iterdir())
 
 
 def make_video(path, image, frames, code="mp4v"):

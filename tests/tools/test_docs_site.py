@@ -1,10 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """How the site's pages are made of the files of the repository."""
 
-import json
-
 import pytest
-from tiny import ROOT
 
 pytest.importorskip("mkdocs", reason="mkdocs is not there: requirements/docs.txt")
 
@@ -33,40 +30,3 @@ def rewritten(text, page):
 )
 def test_a_link(page, link, on_the_site):
     assert rewritten(link, page) == on_the_site
-
-
-def test_names_in_tables_may_be_broken_after_a_mark():
-    html = (
-        '<p>a.b</p><table><tr><td>c/d <code>A.B_C 0.5</code> <a href="e/f.html">g.h.</a></td>'
-        "<td>1.2</td></tr></table><p>i.j</p>"
-    )
-    broken = (
-        "<p>a.b</p><table><tr><td>c/<wbr>d <code>A.<wbr>B_C 0.5</code> "
-        '<a href="e/f.html">g.<wbr>h.</a></td><td>1.2</td></tr></table><p>i.j</p>'
-    )
-    assert hooks.on_page_content(html) == broken
-
-
-def test_a_notebook_is_a_page_with_its_output(tmp_path):
-    file = tmp_path / "first.ipynb"
-    cells = [
-        {"cell_type": "markdown", "source": ["# Title\n", "Text"]},
-        {
-            "cell_type": "code",
-            "source": ["print(1)"],
-            "outputs": [
-                {"output_type": "stream", "text": ["1\n"]},
-                {"output_type": "display_data", "data": {"image/png": "AAAA"}},
-            ],
-        },
-    ]
-    file.write_text(json.dumps({"cells": cells}))
-    files = hooks.notebook_files(file)
-    assert files["first.md"] == (
-        "# Title\nText\n\n```python\nprint(1)\n```\n\n```\n1\n```\n\n![](first_1.png)\n"
-    )
-    assert files["first_1.png"] == b"\0\0\0"
-
-
-def test_every_page_of_docs_has_a_place():
-    assert all(f"docs/{page.name}" in hooks.PAGES for page in (ROOT / "docs").glob("*.md"))

@@ -6,7 +6,7 @@ from d2_transformers import add_transformers_config
 from pages import section
 from tiny import ROOT
 
-from d2_memfit.common.zoo import detectron2_zoo
+from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.settings import check_settings
 from d2_memfit.planner.device import DeviceModel

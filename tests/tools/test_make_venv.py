@@ -42,7 +42,7 @@ def test_another_pytorch_takes_the_place_of_the_pinned_one():
     pinned = make_venv.requirements_for(None).splitlines()
     assert pinned == make_venv.REQUIREMENTS.read_text().splitlines()
     other = make_venv.requirements_for("2.6.0").splitlines()
-    of_pytorch = [line for line in other if re.match(r"torch(vision)?(==|$)", line)]
+    of_pytorch = [line for line in other if re.match(r"(torch(vision)?|nvidia.*)(==|$)", line)]
     assert of_pytorch == ["torch==2.6.0", "torchvision"]
     assert set(other) - set(pinned) == {"torch==2.6.0", "torchvision"}
 

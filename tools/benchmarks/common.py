@@ -17,12 +17,8 @@ import torch
 from detectron2.data import DatasetMapper
 from detectron2.data import transforms as T
 from detectron2.data.datasets import load_coco_json
-from detectron2.modeling import build_model
-from detectron2.utils.events import EventStorage
 
-from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import process_memory
-from d2_memfit.techniques import apply_techniques
 
 SAMPLE_S = 0.002
 
@@ -77,60 +73,6 @@ def sampled_data_bytes() -> Iterator[list[tuple[float, int]]]:
         thread.join()
 
 
-class Side:
-    """One side of a comparison: a trainer of a Mask R-CNN R50-FPN with random weights.
-
-    Args:
-        create_trainer: called with a model, ``loader`` and an optimizer.
-        iterations_per_round: iterations of one measurement.
-        opts: alternating keys and values for the config, which turn techniques on.
-
-    Attributes:
-        seconds: duration of each round on a GPU; on a CPU, the time that this process computed, so
-            that other load does not count.
-    """
-
-    def __init__(
-        self,
-        create_trainer: Callable[..., Any],
-        loader: Iterable[Any],
-        iterations_per_round: int = 1,
-        opts: Sequence[Any] = (),
-    ) -> None:
-        torch.manual_seed(0)
-        cfg = load_cfg(CONFIG, opts)
-        cfg.MODEL.DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-        model = apply_techniques("model", build_model(cfg), cfg)
-        # A rate of 0: all rounds compute the same.
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-        optimizer = apply_techniques("optimizer", optimizer, cfg)
-        self.trainer = create_trainer(model, loader, optimizer)
-        self.iterations_per_round = iterations_per_round
-        self.seconds: list[float] = []
-
-    def round(self) -> None:
-        torch.manual_seed(0)
-        with EventStorage():
-            clock = time.perf_counter if torch.cuda.is_available() else time.process_time
-            _synchronize()
-            start = clock()
-            for _ in range(self.iterations_per_round):
-                self.trainer.run_step()
-            _synchronize()
-            self.seconds.append(clock() - start)
-
-
-def take_turns(sides: Iterable[Any], rounds: int) -> None:
-    """Measure all sides in turn, so that other load on the machine affects them equally."""
-    sides = list(sides)
-    for side in sides:
-        side.round()  # to warm up
-        side.seconds.clear()
-    for _ in range(rounds):
-        for side in sides:
-            side.round()
-
-
 def in_own_processes(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
     """Results of a function of each item, in order.
 
@@ -151,13 +93,3 @@ def machine() -> str:
 def write_csv(file: Path, header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     with open(file, "w", newline="") as f:
         csv.writer(f, lineterminator="\n").writerows([header, *rows])
-
-
-def markdown_table(header: list[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

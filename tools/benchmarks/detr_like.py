@@ -4,7 +4,7 @@
 Its matcher and criterion have the shape of those of DETR, Mask2Former and their descendants.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,48 +54,56 @@ class HungarianMatcher(nn.Module):
         sizes = [len(t["boxes"]) for t in targets]
         costs = [c[i] for i, c in enumerate(cost.split(sizes, -1))]
         if self.num_points:
-            costs = [c + m for c, m in zip(costs, self.mask_costs(outputs, targets))]
+            pairs = zip(outputs["pred_masks"], targets)
+            costs = [c + self.mask_costs(*pair) for c, pair in zip(costs, pairs)]
         indices = [linear_sum_assignment(c) for c in costs]
         return [(torch.as_tensor(i), torch.as_tensor(j)) for i, j in indices]
 
-    def mask_costs(self, outputs: Outputs, targets: Targets) -> Iterator[torch.Tensor]:
-        for masks, target in zip(outputs["pred_masks"], targets):
-            points = torch.rand(1, self.num_points, 2)
-            logits = point_sample(
-                masks[:, None], points.repeat(len(masks), 1, 1), align_corners=False
-            )[:, 0]
-            wanted = target["masks"].to(logits)[:, None]
-            places = points.repeat(len(wanted), 1, 1)
-            values = point_sample(wanted, places, align_corners=False)[:, 0]
-            cross = F.softplus(-logits) @ values.T + F.softplus(logits) @ (1 - values).T
-            yield cross / self.num_points
+    def mask_costs(self, masks: torch.Tensor, target: dict[str, torch.Tensor]) -> torch.Tensor:
+        points = torch.rand(1, self.num_points, 2)
+        logits = at_points(masks[:, None], points)
+        values = at_points(target["masks"].to(logits)[:, None], points)
+        cross = F.softplus(-logits) @ values.T + F.softplus(logits) @ (1 - values).T
+        return cross / self.num_points
 
 
 def corners(boxes: torch.Tensor) -> torch.Tensor:
     return box_convert(boxes, "cxcywh", "xyxy")
 
 
+def at_points(masks: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Values [N, points] of masks [N, 1, H, W] at points, of each mask or the same of all."""
+    points = points.expand(len(masks), -1, -1)
+    return point_sample(masks, points, align_corners=False)[:, 0]
+
+
 class SetCriterion(nn.Module):
-    """DETR's criterion.
+    """DETR's criterion, whose masks are compared at random points, or at all pixels.
 
     Args:
-        losses: some of "labels", "boxes", "masks" (all pixels) and "points" (of masks, at random).
+        num_points: points of a mask; 0 for all pixels.
     """
 
-    def __init__(self, matcher: nn.Module, losses: list[str], num_points: int = 0) -> None:
+    def __init__(self, matcher: nn.Module, num_points: int = 0) -> None:
         super().__init__()
         self.matcher = matcher
-        self.losses = losses
         self.num_points = num_points
 
-    def loss_labels(
-        self, outputs: Outputs, targets: Targets, indices: Indices, num_boxes: float
-    ) -> Losses:
+    def forward(self, outputs: Outputs, targets: Targets) -> Losses:
+        num_boxes = count_over_ranks(sum(len(t["labels"]) for t in targets))
+        losses = {}
+        for number, layer in enumerate([outputs, *outputs.get("aux_outputs", [])]):
+            indices = self.matcher({k: v for k, v in layer.items() if k != "aux_outputs"}, targets)
+            for function in (self.loss_labels, self.loss_boxes, self.loss_masks):
+                found = function(layer, targets, indices, num_boxes)
+                losses.update({f"{k}_{number}": v for k, v in found.items()})
+        return losses
+
+    def loss_labels(self, outputs: Outputs, targets: Targets, indices: Indices, _: float) -> Losses:
         logits = outputs["pred_logits"]
         classes = torch.full(logits.shape[:2], NUM_CLASSES)
-        classes[self.queries(indices)] = torch.cat(
-            [t["labels"][j] for t, (_, j) in zip(targets, indices)]
-        )
+        labels = [t["labels"][j] for t, (_, j) in zip(targets, indices)]
+        classes[self.queries(indices)] = torch.cat(labels)
         return {"loss_ce": F.cross_entropy(logits.transpose(1, 2), classes)}
 
     def loss_boxes(
@@ -110,52 +118,31 @@ class SetCriterion(nn.Module):
     def loss_masks(
         self, outputs: Outputs, targets: Targets, indices: Indices, num_masks: float
     ) -> Losses:
-        logits, masks = self.masks(outputs, targets, indices)
-        logits = F.interpolate(logits, size=masks.shape[-2:], mode="bilinear")
-        return mask_losses(logits.flatten(1), masks.flatten(1), num_masks)
-
-    def loss_points_of_masks(
-        self, outputs: Outputs, targets: Targets, indices: Indices, num_masks: float
-    ) -> Losses:
-        logits, masks = self.masks(outputs, targets, indices)
-        with torch.no_grad():
-            points = get_uncertain_point_coords_with_randomness(
-                logits, lambda logits: -logits.abs(), self.num_points, 3, 0.75
-            )
-            values = point_sample(masks, points, align_corners=False)[:, 0]
-        logits = point_sample(logits, points, align_corners=False)[:, 0]
-        return mask_losses(logits, values, num_masks)
-
-    def masks(
-        self, outputs: Outputs, targets: Targets, indices: Indices
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convert all objects' masks to numbers, as in DETR and Mask2Former."""
-        image = self.queries([(j, i) for i, j in indices])
+        """All objects' masks are padded and made to numbers, as in DETR and Mask2Former."""
         sizes = [len(t["masks"]) for t in targets]
         padded = torch.zeros(len(targets), max(sizes), *targets[0]["masks"].shape[1:])
-        for masks, target in zip(padded, targets):
-            masks[: len(target["masks"])] = target["masks"]
-        return outputs["pred_masks"][self.queries(indices)][:, None], padded[image][:, None]
+        for of_image, target in zip(padded, targets):
+            of_image[: len(target["masks"])] = target["masks"]
+        logits = outputs["pred_masks"][self.queries(indices)][:, None]
+        masks = padded[self.queries([(j, i) for i, j in indices])][:, None]
+        if self.num_points:
+            with torch.no_grad():
+                points = get_uncertain_point_coords_with_randomness(
+                    logits, lambda logits: -logits.abs(), self.num_points, 3, 0.75
+                )
+                masks = at_points(masks, points)
+            logits = at_points(logits, points)
+        else:
+            logits = F.interpolate(logits, size=masks.shape[-2:], mode="bilinear").flatten(1)
+            masks = masks.flatten(1)
+        cross = F.binary_cross_entropy_with_logits(logits, masks, reduction="none").mean(1)
+        scores = logits.sigmoid()
+        dice = 1 - (2 * (scores * masks).sum(1) + 1) / (scores.sum(1) + masks.sum(1) + 1)
+        return {"loss_mask": cross.sum() / num_masks, "loss_dice": dice.sum() / num_masks}
 
     def queries(self, indices: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         batch = torch.cat([torch.full_like(i, number) for number, (i, _) in enumerate(indices)])
         return batch, torch.cat([i for i, _ in indices])
-
-    def forward(self, outputs: Outputs, targets: Targets) -> Losses:
-        functions = {
-            "labels": self.loss_labels,
-            "boxes": self.loss_boxes,
-            "masks": self.loss_masks,
-            "points": self.loss_points_of_masks,
-        }
-        num_boxes = count_over_ranks(sum(len(t["labels"]) for t in targets))
-        losses = {}
-        for number, layer in enumerate([outputs, *outputs.get("aux_outputs", [])]):
-            indices = self.matcher({k: v for k, v in layer.items() if k != "aux_outputs"}, targets)
-            for name in self.losses:
-                found = functions[name](layer, targets, indices, num_boxes)
-                losses.update({f"{k}_{number}": v for k, v in found.items()})
-        return losses
 
 
 def count_over_ranks(count: int) -> float:
@@ -165,15 +152,6 @@ def count_over_ranks(count: int) -> float:
         dist.all_reduce(total)
         total = total / dist.get_world_size()
     return total.clamp(min=1).item()
-
-
-def mask_losses(
-    logits: torch.Tensor, masks: torch.Tensor, num_masks: float
-) -> dict[str, torch.Tensor]:
-    cross = F.binary_cross_entropy_with_logits(logits, masks, reduction="none").mean(1)
-    scores = logits.sigmoid()
-    dice = 1 - (2 * (scores * masks).sum(1) + 1) / (scores.sum(1) + masks.sum(1) + 1)
-    return {"loss_mask": cross.sum() / num_masks, "loss_dice": dice.sum() / num_masks}
 
 
 def add_detr_config(cfg: CfgNode) -> None:
@@ -192,15 +170,10 @@ class SmallDetr(nn.Module):
         self.num_queries = cfg.MODEL.DETR.NUM_OBJECT_QUERIES
         channels = self.backbone.output_shape()["p2"].channels
         self.queries = nn.Embedding(self.num_queries, channels)
-        self.heads = nn.ModuleDict(
-            {
-                "pred_logits": nn.Linear(channels, NUM_CLASSES + 1),
-                "pred_boxes": nn.Linear(channels, 4),
-            }
-        )
+        sizes = {"pred_logits": NUM_CLASSES + 1, "pred_boxes": 4}
+        self.heads = nn.ModuleDict({k: nn.Linear(channels, size) for k, size in sizes.items()})
         num_points = cfg.MODEL.DETR.NUM_POINTS
-        losses = ["labels", "boxes", "points" if num_points else "masks"]
-        self.criterion = SetCriterion(HungarianMatcher(num_points), losses, num_points)
+        self.criterion = SetCriterion(HungarianMatcher(num_points), num_points)
         self.finds_panoptic = cfg.MODEL.DETR.PANOPTIC
         self.topk = cfg.TEST.DETECTIONS_PER_IMAGE
         self.to(cfg.MODEL.DEVICE)
@@ -213,16 +186,11 @@ class SmallDetr(nn.Module):
         outputs["pred_boxes"] = outputs["pred_boxes"].sigmoid()
         outputs["pred_masks"] = torch.einsum("bqc,bchw->bqhw", queries, features)
         if self.training:
-            return self.criterion(
-                outputs, [self.target(d, images.tensor.shape[-2:]) for d in batch]
-            )
+            targets = [self.target(d, images.tensor.shape[-2:]) for d in batch]
+            return self.criterion(outputs, targets)
         masks = F.interpolate(outputs["pred_masks"], images.tensor.shape[-2:], mode="bilinear")
-        return [
-            self.result(logits, mask, size, d)
-            for logits, mask, size, d in zip(
-                outputs["pred_logits"], masks, images.image_sizes, batch
-            )
-        ]
+        found = zip(outputs["pred_logits"], masks, images.image_sizes, batch)
+        return [self.result(*of_image) for of_image in found]
 
     def target(self, image: dict[str, Any], size: Sequence[int]) -> dict[str, torch.Tensor]:
         instances = image["instances"]
@@ -236,11 +204,7 @@ class SmallDetr(nn.Module):
         }
 
     def result(
-        self,
-        logits: torch.Tensor,
-        masks: torch.Tensor,
-        image_size: tuple[int, int],
-        image: dict[str, Any],
+        self, logits: torch.Tensor, masks: torch.Tensor, image_size: Any, image: dict[str, Any]
     ) -> dict[str, Any]:
         """Mask2Former's three kinds of results for an image."""
         masks = sem_seg_postprocess(masks, image_size, image["height"], image["width"])

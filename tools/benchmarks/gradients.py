@@ -13,8 +13,6 @@ positive anchors in a batch. It starts at 100 and follows the micro-batches.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,16 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
-from detectron2.projects.point_rend import add_pointrend_config
 from detectron2.solver import build_optimizer
 from detectron2.utils.events import EventStorage
+from pages import markdown_table
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.common.patching import replaced_functions
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.settings import NormalizerOptions
 
-from .common import coins, machine, markdown_table
+from .common import coins, machine
 from .detr_like import add_detr_config
 
 CONFIG = Path(__file__).resolve().parents[2] / "projects/Coins/configs/mask_rcnn_coins.yaml"
@@ -46,11 +43,6 @@ FAMILIES = {
     "MODEL.RPN.BATCH_SIZE_PER_IMAGE 16384 MODEL.RPN.LOSS_WEIGHT 10.0",
     "Faster R-CNN": f"MODEL.MASK_ON False {ROIS}",
     "Mask R-CNN": f"MODEL.MASK_ON True {ROIS}",
-    # Its heads draw new points in each forward.
-    "PointRend": "MODEL.MASK_ON True INPUT.MASK_FORMAT bitmask MODEL.POINT_HEAD.NUM_CLASSES 1 "
-    "MODEL.ROI_BOX_HEAD.TRAIN_ON_PRED_BOXES True MODEL.ROI_MASK_HEAD.NAME PointRendMaskHead "
-    "MODEL.ROI_MASK_HEAD.POOLER_TYPE '' "
-    f"MODEL.ROI_MASK_HEAD.FC_DIM 128 MODEL.ROI_MASK_HEAD.POINT_HEAD_ON True {ROIS}",
     "RetinaNet": "MODEL.META_ARCHITECTURE RetinaNet MODEL.RETINANET.NUM_CLASSES 1 "
     "MODEL.BACKBONE.NAME build_retinanet_resnet_fpn_backbone MODEL.RETINANET.NUM_CONVS 2 "
     "MODEL.RESNETS.OUT_FEATURES ['res3','res4','res5'] SOLVER.BASE_LR 0.005 "
@@ -76,21 +68,18 @@ def run(args: argparse.Namespace) -> None:
     for name in args.families or FAMILIES:
         model = train(family(name), images, args.train)
         rows.append([name, *gaps(model, images)])
-        if "MASK_ON" in FAMILIES[name] and name != "PointRend":
+        if "MASK_ON" in FAMILIES[name]:
             exact = gaps(model, images, policy="exact")
             rows.append([f"{name}, `NORMALIZERS.POLICY exact`", *exact])
         if hasattr(model, "loss_normalizer"):
             rows.append([f"{name}, its normaliser at 100", *gaps(model, images, at_start=True)])
-        if name == "PointRend":
-            with same_points():
-                rows.append([f"{name}, all proposals at the same points", *gaps(model, images)])
     print(f"{machine()}. Norm of the gradient's difference by that of the full batch's.\n")
     print(markdown_table(["", *CUTS], rows))
 
 
 def family(name: str) -> CfgNode:
     """Load the config of one of FAMILIES."""
-    return load_cfg(str(CONFIG), FAMILIES[name].split(), [add_pointrend_config, add_detr_config])
+    return load_cfg(str(CONFIG), FAMILIES[name].split(), [add_detr_config])
 
 
 def train(cfg: CfgNode, images: list[dict[str, Any]], num_iterations: int) -> nn.Module:
@@ -152,26 +141,6 @@ def gradient(
         )
         trainer.run_step()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-@contextmanager
-def same_points() -> Iterator[None]:
-    """While open, PointRend's head gets the same random points each time, for all proposals.
-
-    It samples points [proposals, points, 2].
-    """
-    points = torch.rand(1000, 2)
-
-    def replace(rand: Callable[..., Any]) -> Callable[..., Any]:
-        def same(*size: int, **kwargs: Any) -> torch.Tensor:
-            if len(size) < 3:
-                return rand(*size, **kwargs)
-            return points[: size[1]].repeat(size[0], 1, 1).to(kwargs["device"])
-
-        return same
-
-    with replaced_functions([torch], {"rand": replace}):
-        yield
 
 
 def count_positive_anchors(model: nn.Module, batch: list[dict[str, Any]]) -> float:

@@ -26,6 +26,7 @@ from typing import Any, Optional
 import yaml
 from compatibility_checks.project import PROJECTS as COMPATIBLE
 from compatibility_checks.project import Project, load
+from pages import markdown_table
 
 from d2_memfit.errors import one_line
 from d2_memfit.explain import Help
@@ -34,7 +35,7 @@ from d2_memfit.explain.records import LoggedRun, OomText, Progress
 from d2_memfit.explain.verdict import ExplainedRun, Predictions, explain_run
 from d2_memfit.job import Job, load_lazy_config
 
-from .common import in_own_processes, markdown_table, write_csv
+from .common import in_own_processes, write_csv
 
 FOLDER = Path(__file__).with_name("runs")
 
@@ -408,7 +409,6 @@ def tables(results: Sequence[Result]) -> str:
     fitted_to = [r for r in results if r.run.is_fitted_to]
     parts = [
         _coverage([("only looked at", looked_at), ("fitted to", fitted_to)]),
-        "### By what is known\n\n" + _by_knowledge(looked_at),
         "### Fits or not\n\n"
         + _verdicts([("only looked at", looked_at), ("fitted to", fitted_to)]),
     ]
@@ -442,17 +442,6 @@ def _inside(results: Sequence[Result]) -> list[str]:
         str(above),
         f"{len(outside)} of {len(all_of)}",
     ]
-
-
-def _by_knowledge(results: Sequence[Result]) -> str:
-    groups: dict[str, list[Result]] = {}
-    for result in results:
-        if result.is_measured:
-            shape = "nothing tells the shape" if result.has_any_shape else "shape fixed or told"
-            card = "the card is named" if result.run.gpus else "no card is named"
-            groups.setdefault(f"{shape}, {card}", []).append(result)
-    rows = [[group, *_inside(of_group)[:2]] for group, of_group in sorted(groups.items())]
-    return markdown_table(["", "inside", "median width"], rows)
 
 
 def _verdicts(halves: Sequence[tuple[str, Sequence[Result]]]) -> str:

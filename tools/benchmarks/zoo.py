@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from compatibility_checks.project import Project
+from pages import markdown_table
 
 from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import one_line
@@ -33,7 +34,7 @@ from d2_memfit.job import Job, find_function, load_lazy_config, projects_of
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob, MemoryEstimate
 
-from .common import in_own_processes, markdown_table, write_csv
+from .common import in_own_processes, write_csv
 from .old_software import OldDevice, as_in_cudnn_7, as_in_pytorch
 
 PUBLISHED = Path(__file__).with_name("zoo_train_memory.csv")

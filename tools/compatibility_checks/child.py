@@ -1,12 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """The doctor in one project, in its own process: python -m compatibility_checks.child.
 
-Arguments are the name of the project, the folder of all trees, GB of address space, and the file
-for the findings, a line of JSON each.
+Arguments are the name of the project, the folder of all trees, and the file for the findings, a
+line of JSON each.
 """
 
 import json
-import resource
 import sys
 import tempfile
 import traceback
@@ -31,10 +30,7 @@ _CARD = "cuda"  # device of the plans
 _OF_ALL = 0.7  # a plan's share of the recipe's memory
 
 
-def main(name: str, folder: str, memory_gb: str, file: str) -> None:
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    limit = int(float(memory_gb) * GB)
-    resource.setrlimit(resource.RLIMIT_AS, (limit if most < 0 else min(limit, most), most))
+def main(name: str, folder: str, file: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     project = PROJECTS[name]

@@ -1,42 +1,18 @@
 # Copyright (c) the d2_memfit developers.
 """The tables of the page: what the doctor found in each project, and its job."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
+
+from pages import markdown_table, with_section
 
 from .project import PROJECTS, Project
 
 __all__ = ["COLUMNS", "page"]
 
-# Lines of the doctor that each column shows. The page says what they compare.
-COLUMNS = {
-    "iteration 0": ["iteration 0", "trainer"],
-    "accumulation": ["accumulation"],
-    "recovery": [
-        "recovery, memory runs out in the forward",
-        "recovery, memory runs out in the backward",
-        "recovery, memory runs out in evaluation",
-        "state that a retry puts back",
-    ],
-    "resume": ["resume"],
-    "two ranks": ["two ranks"],
-    "estimate": ["estimate"],
-    "plan": ["plan"],
-}
-# Columns that show a figure of a line.
-_FIGURES = {
-    "accumulation": r"one forward over them are (.*?)\. The largest distance",
-    "estimate": r"\(([-+.\d]+%)\)",
-    "plan": r"(.*)",
-}
-# Lines that are shorter in a cell.
-_REASONS = {
-    r"Its loader is an? (\S+),": "no, the order of its own {} is not known",
-    r"^MEMFIT.OOM.POLICY split: .* because (.*?) communicates": (
-        "y with `raise`; not with `split`, because {} communicates in each forward"
-    ),
-}
+TOOL = "compatibility.py"
+COLUMNS = ("iteration 0", "accumulation", "recovery", "resume", "two ranks", "plan")
+_WITH_TEXT = ("accumulation", "plan")  # columns that also show what is well
 _LONGEST = 200  # characters in a cell
 
 
@@ -53,10 +29,12 @@ def page(text: str, results: Mapping[str, Mapping[str, Any]], versions: str) -> 
         findings = results[name]["findings"]
         cells = [_cell(findings, column) for column in COLUMNS]
         rows.append([name, f"`{results[name]['commit'][:8]}`", *cells])
-    table = _table(["project", "version", *COLUMNS], *rows)
-    text = _with(text, "results", f"{len(rows)} training jobs. {versions}\n\n{table}")
+    table = markdown_table(["project", "version", *COLUMNS], rows)
+    table = f"{len(rows)} training jobs. {versions}\n\n{table}"
+    text = with_section(text, "results", TOOL, table)
     jobs = [[name, f"[{p.tree}]({p.url})", *_job(p)] for name, p in PROJECTS.items()]
-    return _with(text, "jobs", _table(["job", "project", "config file", "class"], *jobs))
+    table = markdown_table(["job", "project", "config file", "class"], jobs)
+    return with_section(text, "jobs", TOOL, table)
 
 
 def _job(project: Project) -> list[str]:
@@ -72,32 +50,12 @@ def _job(project: Project) -> list[str]:
     return [f"`{project.config_file}`", how]
 
 
-def _with(text: str, name: str, content: str) -> str:
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
-
-
-def _table(*rows: Sequence[str]) -> str:
-    header, *others = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *others))
-
-
 def _cell(findings: Mapping[str, Mapping[str, Any]], column: str) -> str:
-    found = [findings[name] for name in COLUMNS[column] if name in findings]
+    """``y``, or what is not well. A column has the findings that begin with its name."""
+    found = [f for what, f in findings.items() if what.partition(",")[0] == column]
     if not found:
         return findings.get("end", {"text": "its step is not `model(batch)`"})["text"]
     wrong = [f["text"] for f in found if not f["is_well"]]
-    text = wrong[0] if wrong else found[0]["text"]
-    for pattern, cell in _REASONS.items():
-        reason = re.search(pattern, text, re.DOTALL)
-        if wrong and reason:
-            return cell.format(reason[1])
-    figure = re.search(_FIGURES.get(column, "^$"), text, re.DOTALL)
-    if figure and column == "accumulation":  # its words say whether it is well
-        others, exact, _ = figure[1].partition("exact: ")
-        return f"{others}exact: the others" if others and exact else others or "exact"
-    if figure and not wrong:
-        return f"y: {figure[1]}"
-    return "y" if not wrong else text.replace("|", "/")[:_LONGEST]
+    if not wrong and column not in _WITH_TEXT:
+        return "y"
+    return (wrong[0] if wrong else f"y: {found[0]['text']}").replace("|", "/")[:_LONGEST]

@@ -6,10 +6,8 @@ docs/ are written for a code host, where links lead to any file of the repositor
 links to pages lead to pages, and other files are named by their path.
 """
 
-import json
 import os
 import re
-from base64 import b64decode
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -20,7 +18,6 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("", ".engine", ".planner", ".job", ".techniques")
-NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 
 # Pages by their place in the repository.
 PAGES = {
@@ -32,23 +29,17 @@ PAGES = {
         f"projects/{p.parent.name}/README.md": f"projects/{p.parent.name}.md"
         for p in (ROOT / "projects").glob("*/README.md")
     },
-    **{str(p.relative_to(ROOT)): f"notebooks/{p.stem}.md" for p in NOTEBOOKS},
 }
 ORIGINS = {page: origin for origin, page in PAGES.items()}
 
 _CODE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
-_CELL = re.compile(r"<td.*?</td>", re.DOTALL)
-_MARK = re.compile(r"(?<=\w)[./](?=[a-zA-Z])(?=[^<>]*<)")  # in a text, not in a tag
 _LINK = re.compile(r"(?<!!)\[([^]]*)\]\(([^)\s#]+)(#[^)\s]+)?\)")
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Add the pages that are not in docs/."""
     for origin, page in PAGES.items():
-        if origin.endswith(".ipynb"):
-            for name, content in notebook_files(ROOT / origin).items():
-                files.append(File.generated(config, f"notebooks/{name}", content=content))
-        elif not origin.startswith("docs/") and page != "README.md":
+        if not origin.startswith("docs/") and page != "README.md":
             files.append(File.generated(config, page, content=(ROOT / origin).read_text()))
     for package in PACKAGES:
         name = f"d2_memfit{package}"
@@ -66,11 +57,6 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
     return "".join(part if i % 2 else _LINK.sub(rewrite, part) for i, part in enumerate(parts))
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Let names in tables, such as ``MEMFIT.OOM.POLICY``, go on in the next line after a mark."""
-    return _CELL.sub(lambda cell: _MARK.sub(r"\g<0><wbr>", cell[0]), html)
-
-
 def rewrite_link(match: "re.Match[str]", page: str) -> str:
     """The link as the site has it; the path of a file that is no page, in place of a link."""
     text, target, anchor = match.groups()
@@ -86,22 +72,3 @@ def rewrite_link(match: "re.Match[str]", page: str) -> str:
         return match[0]  # a file of the site, or one that mkdocs will miss
     name = text.strip("`")
     return f"`{path}`" if path.endswith(name) else f"{text} (`{path}`)"
-
-
-def notebook_files(path: Path) -> dict[str, Any]:
-    """A notebook as a page and its pictures, by their names."""
-    lines: list[str] = []
-    files: dict[str, Any] = {}
-    for cell in json.loads(path.read_text())["cells"]:
-        source = "".join(cell["source"])
-        lines += [source] if cell["cell_type"] == "markdown" else [f"```python\n{source}\n```"]
-        for output in cell.get("outputs", ()):
-            data = output.get("data", {})
-            text = "".join(output.get("text", data.get("text/plain", "")))
-            if "image/png" in data:
-                name = f"{path.stem}_{len(files) + 1}.png"
-                files[name] = b64decode(data["image/png"])
-                lines.append(f"![]({name})")
-            elif text:
-                lines.append(f"```\n{text.rstrip()}\n```")
-    return {f"{path.stem}.md": "\n\n".join(lines) + "\n", **files}

@@ -6,7 +6,7 @@ from typing import Any
 
 from detectron2.config import CfgNode
 
-from d2_memfit.common.checks import check_bool, check_int, check_positive_int
+from d2_memfit.common.checks import check_bool, check_positive_int, whole
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.settings import check_settings
 from d2_memfit.engine.launch import usable_device
@@ -44,7 +44,7 @@ def check_tiles(cfg: CfgNode) -> None:
     """Raise :class:`ConfigError` on the first invalid value."""
     tiles = cfg.TILES
     check_positive_int("TILES.SIZE", tiles.SIZE)
-    check_int("TILES.OVERLAP", tiles.OVERLAP, at_least=1)  # without, nothing can be merged
+    whole()("TILES.OVERLAP", tiles.OVERLAP)  # without, nothing can be merged
     if tiles.OVERLAP >= tiles.SIZE:
         raise ConfigError(
             f"TILES.OVERLAP must be less than TILES.SIZE, {tiles.SIZE}, got {tiles.OVERLAP}"

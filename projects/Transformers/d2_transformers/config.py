@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from detectron2.config import CfgNode
 
-from d2_memfit.common.checks import check_choice, check_int, check_positive_number, check_strings
+from d2_memfit.common.checks import check_positive_number, check_strings, choice, whole
 from d2_memfit.errors import ConfigError
 
 from .families import FAMILIES
@@ -51,7 +51,7 @@ def add_transformers_config(cfg: CfgNode) -> None:
 def check_transformers_config(cfg: CfgNode) -> None:
     """Raise :class:`ConfigError` on the first invalid value."""
     keys = cfg.TRANSFORMERS
-    check_choice("TRANSFORMERS.TYPE", keys.TYPE, list(FAMILIES))
+    choice(*FAMILIES)("TRANSFORMERS.TYPE", keys.TYPE)
     family = FAMILIES[keys.TYPE]
     if family.mask_class is None and cfg.MODEL.MASK_ON:
         raise ConfigError(
@@ -62,8 +62,8 @@ def check_transformers_config(cfg: CfgNode) -> None:
             f"MODEL.MASK_ON must be True: TRANSFORMERS.TYPE {keys.TYPE} is trained on masks"
         )
     for key in ("NUM_QUERIES", "RESOLUTION", "MULTI_SCALE_STEPS"):
-        check_int(f"TRANSFORMERS.{key}", keys[key], at_least=0)
-    check_int("TRANSFORMERS.MULTI_SCALE_STRIDE", keys.MULTI_SCALE_STRIDE, at_least=1)
+        whole(0)(f"TRANSFORMERS.{key}", keys[key])
+    whole()("TRANSFORMERS.MULTI_SCALE_STRIDE", keys.MULTI_SCALE_STRIDE)
     if max(keys.RESOLUTION, 1) <= keys.MULTI_SCALE_STEPS * keys.MULTI_SCALE_STRIDE:
         raise ConfigError(
             f"TRANSFORMERS.MULTI_SCALE_STEPS {keys.MULTI_SCALE_STEPS} x MULTI_SCALE_STRIDE "

@@ -38,7 +38,7 @@ from .report import write
 from .sides import SIDES, Job
 
 ROOT = Path(__file__).resolve().parents[3]
-PEERS = ("accelerate", "transformers", "pytorch_lightning", "mmengine", "mosaicml", "rfdetr")
+PEERS = ("accelerate", "transformers", "pytorch_lightning", "mmengine", "mosaicml")
 SMALL, LARGE = (192, 256), (640, 864)
 # 12 images in batches of 2. Both images of the fifth batch are large.
 IMAGES = [*[SMALL] * 8, LARGE, LARGE, SMALL, SMALL]
@@ -49,8 +49,7 @@ NOT_UNDER_A_LIMIT = (
     "d2_memfit, split, exact techniques",
 )
 ONE_RANK = (  # these need a GPU or one rank, or have no remedy
-    *('Composer, "auto" microbatches', 'RF-DETR, batch_size "auto"', "Lightning, scale_batch_size"),
-    *("Accelerate", "d2_memfit"),
+    *("Lightning, scale_batch_size", "Accelerate", "d2_memfit"),
 )
 MODELS = ("RPN, every anchor sampled", "DETR-like")
 
@@ -160,7 +159,7 @@ def memory() -> list[dict[str, Any]]:
     """Rows about the peak of private memory in a step, in addition to the process before it."""
     rows = []
     for side in SIDES:
-        if "_batch_size" in side or '"auto"' in side:
+        if "_batch_size" in side:
             continue
         cut = (len(STEP), 1) if side == "Detectron2" else (1, len(STEP))
         found = race(side, [STEP], cut)

@@ -5,22 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ..common import markdown_table
-
-BY = "written by tools/benchmark.py peers"
+from pages import markdown_table, write_section
 
 
 def write(root: Path) -> None:
     """Write the tables between their comments, and the rows of README over the rows before."""
     lines = (root / "docs" / "benchmark.jsonl").read_text().splitlines()
     sections = {line["section"]: line for line in map(json.loads, lines)}
-    page = root / "docs" / "BENCHMARK.md"
-    text = page.read_text()
     for name, line in sections.items():
-        before, begin, rest = text.partition(f"<!-- {name}: {BY} -->\n")
-        _, end, after = rest.partition(f"\n<!-- end of {name} -->")
-        text = f"{before}{begin}\n{table(line)}\n{end}{after}"
-    page.write_text(text)
+        write_section(root / "docs" / "BENCHMARK.md", name, "benchmark.py peers", table(line))
     readme = root / "README.md"
     text = readme.read_text()
     for row in rows_of_readme({name: line["rows"] for name, line in sections.items()}):
@@ -63,7 +56,7 @@ def fates(rows: list[dict[str, Any]]) -> tuple[str, str]:
     for row in rows:
         if row["side"] == "d2_memfit, split":
             own = f"{row['result']}, {row['images in steps']} images"
-        elif row["side"] != "d2_memfit" and '"auto"' not in row["side"]:  # these need a GPU
+        elif row["side"] != "d2_memfit":
             name = row["side"].partition(", ")[2] or row["side"]
             results.setdefault(row["result"], []).append(f"`{name}`" if "_" in name else name)
     return own, "; ".join(f"{result}: {', '.join(sides)}" for result, sides in results.items())

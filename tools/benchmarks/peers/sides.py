@@ -7,15 +7,13 @@ transformers   https://huggingface.co/docs/transformers/main_classes/trainer
 Lightning      https://lightning.ai/docs/pytorch/stable/advanced/training_tricks.html
 mmengine       https://mmengine.readthedocs.io/en/latest/common_usage/save_gpu_memory.html
 Composer       https://docs.mosaicml.com/projects/composer/en/stable/notes/auto_microbatching.html
-RF-DETR        ``TrainConfig.batch_size`` in its config.py, and its training/auto_batch.py
 """
 
 import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -222,7 +220,7 @@ def mmengine(job: Job, checkpointed: Sequence[str] = ()) -> None:
     ).train()
 
 
-def composer(job: Job, microbatch: Union[int, str] = 0) -> None:
+def composer(job: Job) -> None:
     from composer import ComposerModel, DataSpec, Trainer
 
     class Model(ComposerModel):
@@ -247,21 +245,11 @@ def composer(job: Job, microbatch: Union[int, str] = 0) -> None:
         optimizers=optimizer,
         max_duration="1ep",
         seed=0,
-        device_train_microbatch_size=microbatch or job.batch_size,
+        device_train_microbatch_size=job.batch_size,
         device="cpu",
         progress_bar=False,
         log_to_console=False,
     ).fit()
-
-
-def rfdetr(job: Job) -> None:
-    """Its batch finder, which makes its own images, for its own models only."""
-    from rfdetr.config import RFDETRNanoConfig, TrainConfig
-    from rfdetr.training.auto_batch import resolve_auto_batch_config
-
-    own = SimpleNamespace(device=torch.device("cpu"), model=job.build()[0])
-    config = TrainConfig(dataset_dir="none", batch_size="auto")
-    resolve_auto_batch_config(own, RFDETRNanoConfig(pretrain_weights=None), config)
 
 
 STAGES = [f"detector.backbone.bottom_up.{stage}" for stage in ("res4", "res5")]
@@ -277,8 +265,6 @@ SIDES: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
     "mmengine": (mmengine, {}),
     "mmengine, activation_checkpointing": (mmengine, {"checkpointed": STAGES}),
     "Composer": (composer, {}),
-    'Composer, "auto" microbatches': (composer, {"microbatch": "auto"}),
-    'RF-DETR, batch_size "auto"': (rfdetr, {}),
     "d2_memfit": (d2_memfit, {}),
     "d2_memfit, split": (d2_memfit, {"splits": True}),
     "d2_memfit, split, exact techniques": (d2_memfit, {"splits": True}),

@@ -29,7 +29,7 @@ from d2_memfit.memory import enforce_budget, process_memory, return_large_blocks
 from d2_memfit.techniques import apply_techniques
 
 from ..common import CONFIG, coins, sampled_data_bytes
-from ..techniques import SMALL_ACTIVATIONS, exact_techniques_of_one_rank, settings
+from ..training import SMALL_ACTIVATIONS, exact_techniques_of_one_rank, settings
 from .sides import SIDES, Job
 
 THUMBNAIL = (128, 160)
