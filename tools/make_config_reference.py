@@ -54,7 +54,7 @@ d2-memfit train --config-file CONFIG.py train.accumulation_steps=4 +train.memfit
 ```
 
 **In your own training loop**, they are the argument `memfit` of `Job`:
-`Job(..., memfit={"oom": {"policy": "split"}})` ([OWN_LOOP.md](OWN_LOOP.md)).
+`Job(..., memfit={"oom": {"policy": "split"}})` ([your project](YOUR_PROJECT.md#your-own-losses)).
 
 The error of a config lists everything that is wrong before a model is built: a line for each key,
 with its value and what to do. NaN and infinity are refused in every key, also in Detectron2's.
