@@ -103,7 +103,7 @@ def type_commands(page, until, folder, opts, limit_gb=None):
 )
 def test_the_commands_of_readme(checkout, limit_gb, opts):
     hold_out([["my", str(checkout / "annotations.json"), "images"]], 0.2, str(checkout), False)
-    plan, planned, fit = type_commands(README, "## What a plan", checkout, opts, limit_gb)
+    plan, planned, fit = type_commands(README, "## What you get", checkout, opts, limit_gb)
     assert f"MEMFIT.BUDGET_GB auto on the device cpu: {limit_gb or ''}" in fit
     assert "MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of my_train: coin" in fit
     assert " of 5.5 GB" in plan.splitlines()[0]

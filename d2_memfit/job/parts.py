@@ -147,7 +147,7 @@ class TrainerParts(_Parts):
         line = (
             f"{self.trainer.__name__}.run_step, which is the project's own, does what Detectron2's "
             "does. It does not call self._trainer.run_step(), so accumulation, micro-batches and "
-            "recovery are errors with it: docs/YOUR_PROJECT.md#what-the-trainer-makes-itself"
+            "recovery are errors with it: docs/YOUR_PROJECT.md#a-trainer-of-your-own"
         )
         return (line,)
 

@@ -70,7 +70,7 @@ def halves_of(model, sizes=(None, None), **options):
 
 
 def train(halves, batches, see=lambda optimizer: None):
-    """The loop of docs/OWN_LOOP.md."""
+    """The loop of docs/YOUR_PROJECT.md."""
     with EventStorage() as storage:
         for batch in batches:
             for trainer, optimizer in halves:
