@@ -1,12 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The compatibility table. The projects themselves are not here: their trees are the user's."""
 
-import inspect
-import re
-import textwrap
-
 import pytest
-from compatibility_checks import loops, semi_supervised
 from compatibility_checks.project import PROJECTS
 from compatibility_checks.table import COLUMNS, page
 from forks import run_forked
@@ -35,9 +30,6 @@ def test_the_page_has_a_row_and_the_facts_of_each_project():
     assert len(rows) == len(PROJECTS)
     assert all(row.count("| y") == len(COLUMNS) for row in rows)
     assert "24 training jobs. Made with these." in made
-    for row, (name, project) in zip(rows_of(made, "jobs"), PROJECTS.items()):
-        assert row.startswith(f"| {name} | [{project.tree}]({project.url}) |")
-        assert project.config_file in row
 
 
 def test_a_cell_has_what_was_found():
@@ -55,23 +47,6 @@ def test_a_cell_has_what_was_found():
 
 def test_the_committed_page_is_of_these_projects():
     assert [row.split(" | ")[0].strip("| ") for row in rows_of(PAGE, "results")] == [*PROJECTS]
-    assert rows_of(PAGE, "jobs") == rows_of(page_of(), "jobs"), "make the page again"
-
-
-@pytest.mark.parametrize("name", ["detic", "d2go", "make_trainer"])
-def test_the_page_has_the_code_that_was_run(name):
-    if name == "make_trainer":
-        source = inspect.getsource(semi_supervised.make_trainer)
-        source = textwrap.dedent("".join(source.partition("    class Trainer")[1:]))
-        source = source.rpartition("return Trainer")[0]
-    else:
-        source = inspect.getsource(getattr(loops, name))
-    assert f"```python\n{source.rstrip()}\n```" in PAGE
-
-
-def test_a_kind_of_project_has_its_part_of_the_page():
-    links = set(re.findall(r"\]\(#([\w-]+)\)", "".join(rows_of(PAGE, "jobs"))))
-    assert links == {"detrex", "unbiased-teacher", "projects-with-their-own-loop"}
 
 
 @pytest.mark.slow

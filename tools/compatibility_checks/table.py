@@ -6,7 +6,7 @@ from typing import Any
 
 from pages import markdown_table, with_section
 
-from .project import PROJECTS, Project
+from .project import PROJECTS
 
 __all__ = ["COLUMNS", "page"]
 
@@ -31,23 +31,7 @@ def page(text: str, results: Mapping[str, Mapping[str, Any]], versions: str) -> 
         rows.append([name, f"`{results[name]['commit'][:8]}`", *cells])
     table = markdown_table(["project", "version", *COLUMNS], rows)
     table = f"{len(rows)} training jobs. {versions}\n\n{table}"
-    text = with_section(text, "results", TOOL, table)
-    jobs = [[name, f"[{p.tree}]({p.url})", *_job(p)] for name, p in PROJECTS.items()]
-    table = markdown_table(["job", "project", "config file", "class"], jobs)
-    return with_section(text, "jobs", TOOL, table)
-
-
-def _job(project: Project) -> list[str]:
-    module, _, trainer = project.trainer.partition(":")
-    folder = "" if project.paths[0] == "." else f"{project.paths[0]}/"
-    how = {
-        "trainer": f"`{trainer}` in `{folder}{module}.py`",
-        "loop": "none: [its own loop](#projects-with-their-own-loop)",
-        "lazy": "none: [a LazyConfig](#detrex)",
-    }[project.kind]
-    if project.memfit_trainer:
-        how += ": [two models](#unbiased-teacher)"
-    return [f"`{project.config_file}`", how]
+    return with_section(text, "results", TOOL, table)
 
 
 def _cell(findings: Mapping[str, Mapping[str, Any]], column: str) -> str:

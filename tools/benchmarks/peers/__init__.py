@@ -10,7 +10,7 @@ gradients   the gradient that reaches the optimizer, against the full batch's
 memory      memory that a step of 8 large images needs
 
 Each section is a line of docs/benchmark.jsonl. From these lines the command writes the tables of
-docs/BENCHMARK.md and README.md's rows about the race. --report measures nothing.
+docs/BENCHMARK.md. --report measures nothing.
 """
 
 import argparse
@@ -57,7 +57,7 @@ MODELS = ("RPN, every anchor sampled", "DETR-like")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--report", action="store_true", help="only write what was measured before")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs/")
 
 
 def run(args: argparse.Namespace) -> None:
