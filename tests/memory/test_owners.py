@@ -4,6 +4,7 @@ import pytest
 import torch
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from d2_memfit.memory import OwnerMeter, live_tensors
 
@@ -49,8 +50,11 @@ def test_live_tensors_are_told_apart():
         sum(model(images(1)).values()).backward()
     optimizer.step()
     kept = {"list": [torch.zeros(1234, 56)]}
+    with FakeTensorMode():  # as torch.compile leaves them
+        kept["fake"] = [torch.zeros(77, 5)]
     sizes = live_tensors(model, optimizer)
     for owner in ("parameters", "gradients", "optimizer"):
         of_owner = [size for (found, _), size in sizes.items() if found == owner]
         assert sum(of_owner) == bytes_of(model.parameters())
     assert sizes["tensors", "float32 [1234, 56] on cpu"] == kept["list"][0].nbytes
+    assert ("tensors", "float32 [77, 5] on cpu") not in sizes
