@@ -48,7 +48,7 @@ def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
     ):
         if not counts:
             raise ConfigError(f"--run {run} says nothing about this job: {reason}")
-    allocated_gb, *_ = predicted
+    allocated_gb, *_ = record.settings[_PREDICTED]
     more_mb = (record.allocated_bytes - allocated_gb * GB) / MB
     if more_mb > 0 or record.iterations >= _LONG:
         device = replace(
