@@ -77,8 +77,7 @@ def measure_item(name: str, device_name: str, small: bool) -> Record:
         name: one of :data:`ITEMS`.
         small: whether images and models are small, for a rehearsal.
     """
-    device = torch.device(device_name)
-    here = device_and_software(device)
+    here = device_and_software(device := torch.device(device_name))
     record = {"device": here.pop("device"), "versions": here}
     if name == "device":
         return {**record, **_outside_of_jobs(device)}
@@ -227,8 +226,8 @@ def measure_gpu(
 
 def _start(*arguments: object) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "d2_memfit.measure", *map(str, arguments)]
-    pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, text=True, **pipes)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def _record_of(process: "subprocess.Popen[str]", seconds: float) -> Record:

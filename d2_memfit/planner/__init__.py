@@ -28,7 +28,7 @@ The step (``steps``, ``dry_run``)
     - ZeRO distributes parameters as ``ZeroRedundancyOptimizer`` does; the estimate is for the rank
       with the most.
 
-The device (``device_model``, ``allocators``, ``config/cards.csv``)
+The device (``device``, ``allocators``, ``config/cards.csv``)
     - A card without its own file is like the nearest one of its compute capability, a guess.
     - The allocator is that of c10/cuda/CUDACachingAllocator.cpp, without other streams. A CPU
       returns freed pages at once, because of ``enforce_budget``.

@@ -222,8 +222,8 @@ def _as_on_gpu(stand_ins: Groups = ()) -> Iterator[None]:
     num_threads = torch.get_num_threads()
     # Otherwise PyTorch's first call of a TorchScript function has other operators than later ones.
     as_it_is = torch.jit.optimized_execution(False)
-    stand_ins = cuda_as_cpu(compiled_operators(), stand_ins)
-    with alone(), stand_ins, unchanged_random_state(), as_it_is:
+    on_cpu = cuda_as_cpu(compiled_operators(), stand_ins)
+    with alone(), on_cpu, unchanged_random_state(), as_it_is:
         torch.set_num_threads(1)
         try:
             yield
