@@ -205,7 +205,7 @@ def measure_gpu(
         ConfigError: the device does not answer, or the file has records of another one.
     """
     end = time.monotonic() + seconds
-    check_outputs([output], (), lambda path: not os.path.getsize(path) or bool(_read(output)))
+    check_outputs([output], is_ours=lambda path: not os.path.getsize(path) or bool(_read(output)))
     records = _read(output)
     todo = [name for name in ITEMS if name not in records and items in name]
     ahead: list[Any] = []

@@ -1,10 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Atomic writes that never replace a user's file, and a lock on a folder.
-
-A folder with outputs has a hidden file with a line for each output: its name, its size, and the
-time of its last change. A file that matches its line was written here and has not been changed. No
-other file is replaced.
-"""
+"""Atomic writes that never replace a user's file, and a lock on a folder."""
 
 import contextlib
 import errno
@@ -31,12 +26,8 @@ __all__ += ["check_outputs", "check_run_folder", "is_config_dump", "output_file"
 logger = logging.getLogger(__name__)
 
 _Path = Union[str, "os.PathLike[str]"]
-_Test = Callable[[str], bool]
 
 LEFTOVERS = "*.memfit_tmp"  # files of processes that were killed while writing
-
-_NOTES = ".d2_memfit"
-_MOST_BYTES = 2**26  # read of the notes, from their end
 
 _REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 _said: set[int] = set()
@@ -90,7 +81,7 @@ def whole_file(path: _Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
 @contextlib.contextmanager
 def output_file(path: _Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open a file as :func:`whole_file` does, make its folder, and note that d2_memfit wrote it.
+    """Open a file as :func:`whole_file` does, and make its folder.
 
     Raises:
         ConfigError: it could not be written, for example on a full disk.
@@ -99,9 +90,6 @@ def output_file(path: _Path, mode: str = "wb") -> Iterator[IO[Any]]:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with whole_file(path, mode) as file:
             yield file
-            file.flush()
-            with open(_notes_of(path), "ab") as notes:
-                notes.write(b"\n%s\n" % _note(path, file.name))
     except (OSError, RuntimeError) as e:
         error = e.__context__ if type(e) is RuntimeError else e  # torch.save raises another one
         if not isinstance(error, OSError):
@@ -110,40 +98,36 @@ def output_file(path: _Path, mode: str = "wb") -> Iterator[IO[Any]]:
 
 
 def check_outputs(
-    paths: Iterable[_Path], inputs: Iterable[_Path] = (), is_ours: Optional[_Test] = None
+    paths: Iterable[_Path],
+    inputs: Iterable[_Path] = (),
+    overwrite: Optional[bool] = None,
+    is_ours: Callable[[str], bool] = lambda path: False,
 ) -> None:
     """Check the outputs of a command, before anything is done.
 
     Args:
         inputs: the files that the command reads.
-        is_ours: whether a file may be replaced. The default is one that :func:`output_file` wrote
-            and nobody has changed.
+        overwrite: whether existing files may be replaced; None if the command has no such option.
+        is_ours: whether an existing file may be replaced nevertheless.
 
     Raises:
         ConfigError: an output would replace another file, or cannot be written.
     """
-    names = [os.fspath(path) for path in paths]
-    notes = {file: _read_notes(file) for file in set(map(_notes_of, names))}
-    used = {_identity(file): file for file in (*inputs, *notes)}
-    replaced = []
-    for path in names:
+    used = {_identity(file): file for file in inputs}
+    for path in map(os.fspath, paths):
         folder = next(p for p in Path(path).absolute().parents if os.path.lexists(p))
-        key, problem = _identity(path), ""
+        key, problem, remedy = _identity(path), "", "move it, or name another"
         if key in used:
             problem = f"is the file {used[key]}, which this command reads or writes too"
         elif not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
             problem = f"cannot be written: {folder} is not a folder that you may write to"
-        elif special := [file for file in (path, _notes_of(path)) if _is_special(file)]:
-            problem = f"needs a file at {special[0]}, but a folder, link, pipe or device is there"
-        elif os.path.exists(path):
-            replaced.append(path)
-            if not (is_ours(path) if is_ours else _note(path, path) in notes[_notes_of(path)]):
-                problem = "exists, but d2_memfit did not write it, or it was changed since"
+        elif os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
+            problem = "is a folder, link, pipe or device"
+        elif os.path.exists(path) and not (overwrite or is_ours(path)):
+            problem, remedy = "exists", remedy + ("" if overwrite is None else ", or --overwrite")
         if problem:
-            raise ConfigError(f"the output {path} {problem}: move it, or name another")
+            raise ConfigError(f"the output {path} {problem}: {remedy}")
         used[key] = path
-    if replaced and not is_ours:
-        logger.warning("%d earlier outputs are replaced, such as %r", len(replaced), replaced[0])
 
 
 def check_run_folder(folder: str, inputs: Iterable[_Path] = ()) -> None:
@@ -156,8 +140,8 @@ def check_run_folder(folder: str, inputs: Iterable[_Path] = ()) -> None:
     if folder and is_local(folder):
         names = ("config.yaml", "detectron2_config.yaml", "log.txt", "metrics.json")
         files = [os.path.join(folder, name) for name in names]
-        check_outputs(files[:2], (), is_config_dump)
-        check_outputs(files[2:], inputs, os.path.exists)
+        check_outputs(files[:2], is_ours=is_config_dump)
+        check_outputs(files[2:], inputs, overwrite=True)
 
 
 def is_config_dump(path: str) -> bool:
@@ -176,28 +160,6 @@ def is_config_dump(path: str) -> bool:
 def _identity(path: _Path) -> Any:
     """A value that is the same for all names of a file."""
     return os.stat(path)[1:3] if os.path.exists(path) else os.path.realpath(path)
-
-
-def _is_special(path: str) -> bool:
-    return os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path))
-
-
-def _notes_of(path: _Path) -> str:
-    return os.path.join(os.path.dirname(path), _NOTES)
-
-
-def _note(path: _Path, file: str) -> bytes:
-    """The line about an output, whose content is now in ``file``."""
-    found = os.stat(file)
-    return repr((os.path.basename(path), found.st_size, found.st_mtime_ns)).encode()
-
-
-def _read_notes(file: str) -> set[bytes]:
-    if not os.path.isfile(file):
-        return set()
-    with open(file, "rb") as notes:
-        notes.seek(-min(os.path.getsize(file), _MOST_BYTES), os.SEEK_END)
-        return set(notes.read(_MOST_BYTES).splitlines())
 
 
 def temporary_name(path: str) -> str:

@@ -48,7 +48,7 @@ class Finding:
         return f"{mark:3} {self.what}: {self.text}"
 
 
-Say = Callable[[str], None]
+Say = Callable[[str], Any]
 
 
 def examine(
@@ -136,7 +136,7 @@ class _WithLosses(nn.Module):
 
 def accumulates(patient: Patient) -> str:
     """Check the losses as a training does before its first window."""
-    images = images_of(patient.crowded)
+    images = images_of(patient.images)
     if images is None:
         raise Untested("not tested: batches cannot be cut into images")
     images = [_with_pixels(image, seed) for seed, image in enumerate(images)]

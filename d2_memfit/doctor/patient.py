@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any, Optional
 
 import torch
-from detectron2.structures import Instances
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
@@ -110,14 +109,12 @@ class Patient:
         job: a job for any device.
 
     Attributes:
-        images: two dataset dicts. The second has fewer objects.
-        crowded: the same with all objects.
+        images: two dataset dicts, or another batch.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.crowded: Any = smaller(job.training_batch(2))
-        self.images: Any = _with_fewer_objects(self.crowded)
+        self.images: Any = smaller(job.training_batch(2))
 
     def model(self) -> nn.Module:
         """Build a model on the CPU, always with the same weights."""
@@ -181,25 +178,9 @@ def _as_planned() -> Iterator[None]:
         yield
 
 
-def _is_list_of_dicts(batch: Any) -> bool:
-    return isinstance(batch, list) and all(isinstance(d, dict) for d in batch)
-
-
-def _with_fewer_objects(batch: Any) -> Any:
-    """The batch, of which each image has fewer objects than the one before."""
-    if not _is_list_of_dicts(batch):
-        return batch
-    result = [dict(d) for d in batch]
-    for i, d in enumerate(result):
-        instances = d.get("instances")
-        if isinstance(instances, Instances) and len(instances) > 1:
-            d["instances"] = instances[: max(len(instances) // (i + 1) ** 2 // 5, 1)]
-    return result
-
-
 def smaller(batch: Any) -> Any:
     """Shrink large images in lists of dataset dicts; return other batches as they are."""
-    if not _is_list_of_dicts(batch):
+    if not isinstance(batch, list) or not all(isinstance(d, dict) for d in batch):
         return batch
     result = []
     for d in batch:

@@ -64,7 +64,8 @@ _OF_TRAINERS: dict[str, Any] = {
     "MEMFIT.PLAN.ENABLED": False,
     "MEMFIT.HOST.BUDGET_GB": None,
 }
-_SPLIT = {"MEMFIT.OOM.POLICY": "split"}
+_RAISE: dict[str, Any] = {"MEMFIT.OOM.POLICY": "raise", "SOLVER.ACCUMULATION_STEPS": 1}
+_SPLIT: dict[str, Any] = {"MEMFIT.OOM.POLICY": "split"}
 
 
 def is_plain_by_default(job: Job, trainer: type) -> str:
@@ -138,7 +139,7 @@ def _rank(rank: int, remake: Remake, folder: str) -> None:
     job, trainer = remake()
     settings = {"SOLVER.IMS_PER_BATCH": 4, "DATALOADER.NUM_WORKERS": 0}
     cases = {
-        "MEMFIT.OOM.POLICY raise": ({"MEMFIT.OOM.POLICY": "raise"}, False),
+        "MEMFIT.OOM.POLICY raise": (_RAISE, False),
         "MEMFIT.OOM.POLICY split, after an error on one": (_SPLIT, True),
     }
     found = []

@@ -2,7 +2,6 @@
 """Projects that extend Detectron2: their config keys, trainers and registries."""
 
 import importlib
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -27,7 +26,7 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
     """Find the object named MODULE:NAME. Importing its module registers the project's models.
 
     Args:
-        name: MODULE:NAME. As for ``python -m``, modules of the current folder come first.
+        name: MODULE:NAME.
         option: the command-line option, for messages.
 
     Raises:
@@ -39,13 +38,12 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
     is_a_path = "/" in module_name or module_name.endswith(".py")
     if is_a_path or not (module_name and colon and function_name):
         raise ConfigError(f"{option} must be MODULE:{what}, such as {example}, got {name!r}")
-    if sys.path[0] != os.getcwd():
-        sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as e:  # a project's code may raise anything
+        elsewhere = ". If it is in another folder, add --project FOLDER" * (option == "--trainer")
         raise ConfigError(
-            f"{option} {name}: importing {module_name} failed ({type(e).__name__}: {e})"
+            f"{option} {name}: importing {module_name} failed ({type(e).__name__}: {e}){elsewhere}"
         ) from e
     function = getattr(module, function_name, None)
     if not callable(function):

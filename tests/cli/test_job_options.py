@@ -188,8 +188,9 @@ def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
     assert job.budget_gb == 20
     assert job.recovery is not None
     job.build_optimizer(job.build_model())
-    main([*config, "--output", "overrides.yaml"])
-    assert "train.memfit.budget_gb: 20" in (folder / "overrides.yaml").read_text()
+    with pytest.raises(SystemExit):
+        main([*config, "--output", "x.yaml"])
+    assert "is a .py file, use x.py" in capsys.readouterr().err
     main(["estimate", "--config-file", "lazy.py", "--card", "24GB", "--device", "cpu"])
 
 

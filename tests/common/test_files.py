@@ -10,7 +10,7 @@ import pytest
 from detectron2.config import LazyConfig
 from detectron2.config import get_cfg as get_detectron2_cfg
 from detectron2.layers import ShapeSpec
-from forks import Forked, run_forked
+from forks import run_forked
 from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
@@ -76,82 +76,18 @@ def write(path, text="ours"):
         file.write(text)
 
 
-def is_refused(*paths):
-    try:
-        check_outputs(paths)
-    except ConfigError as e:
-        return "exists, but d2_memfit did not write it" in str(e)
-    return False
-
-
-NAMES = ["plan.yaml", "a\nb.png", "ä'\"\\.json", os.fsdecode(b"\xff.mp4"), " ", "x" * 200]
-
-
-@pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_an_output_can_be_replaced_until_it_is_changed_renamed_or_copied(tmp_path, name):
-    output = tmp_path / "new" / "folder" / name
-    check_outputs([output])
+def test_an_output_replaces_nothing_unless_it_may(tmp_path):
+    output = tmp_path / "new" / "a\nb.yaml"
+    check_outputs([output], overwrite=False)
     assert not (tmp_path / "new").exists()
-    write(output, "first")
-    assert not is_refused(output)
-    first = os.stat(output)
-    write(output, "second")
-    assert not is_refused(output)
-    output.rename(tmp_path / "new" / "folder" / "mine")
-    assert is_refused(tmp_path / "new" / "folder" / "mine")
-    output.write_text("second")
-    assert is_refused(output)
-    output.write_text("1ST, 1")  # of another size, at the same time
-    os.utime(output, ns=(first.st_atime_ns, first.st_mtime_ns))
-    assert is_refused(output)
-    output.write_text("first")  # as from a backup
-    os.utime(output, ns=(first.st_atime_ns, first.st_mtime_ns))
-    assert not is_refused(output)
-
-
-def test_notes_that_are_damaged_or_of_someone_else_make_nothing_replaceable(tmp_path):
-    output, mine = tmp_path / "plan.yaml", tmp_path / "mine.yaml"
-    notes = tmp_path / ".d2_memfit"
     write(output)
-    mine.write_text("mine")
-    with notes.open("ab") as file:
-        file.write(b"\n('mine.yaml', 4, 1)\n" + bytes(range(256)) + b"\n('plan.yaml', 5")  # torn
-    assert is_refused(mine)
-    assert not is_refused(output)
-    write(output, "again")
-    assert not is_refused(output)
-    good = notes.read_bytes()
-    with notes.open("wb") as file:  # a hundred megabytes, which take no room on the disk
-        file.truncate(100 * 2**20)
-        file.seek(0, os.SEEK_END)
-        file.write(good)
-    assert not is_refused(output)
-    notes.write_bytes(good + b"\n")
-    with notes.open("r+b") as file:
-        file.truncate(100 * 2**20)
-    assert is_refused(output)  # the notes about it are too far away
-    notes.unlink()
-    assert is_refused(output)
-
-
-WRITER = """
-import sys
-from d2_memfit.common.files import output_file
-for number in range(100):
-    with output_file(f"{sys.argv[1]}{number}.txt", "w") as file:
-        file.write(sys.argv[1] * number)
-"""
-
-
-def test_two_commands_can_write_to_one_folder_at_once(tmp_path):
-    log = tmp_path / "log"
-    folder = tmp_path / "out"
-    folder.mkdir()
-    processes = [Forked(["-c", WRITER, name], log, cwd=folder) for name in "ab"]
-    assert [process.wait(60) for process in processes] == [0, 0], log.read_text()
-    names = [f"{name}{number}.txt" for name in "ab" for number in range(100)]
-    assert sorted(os.listdir(folder)) == sorted([".d2_memfit", *names])
-    assert not is_refused(*(folder / name for name in names))
+    for overwrite, remedy in ((None, "or name another$"), (False, "another, or --overwrite$")):
+        with pytest.raises(ConfigError, match=f"exists: move it.*{remedy}"):
+            check_outputs([output], overwrite=overwrite)
+    check_outputs([output], overwrite=True)
+    check_outputs([output], is_ours=lambda path: path == str(output))
+    with pytest.raises(ConfigError, match="which this command reads or writes"):
+        check_outputs([output], [output], overwrite=True)
 
 
 FULL = """
@@ -168,30 +104,16 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "file.write(bytes(9000))",
-        "torch.save(torch.zeros(9000), file)",
-        "file.write(bytes(10))",  # which fits, and the note about it does not
-    ],
-)
+@pytest.mark.parametrize("what", ["file.write(bytes(9000))", "torch.save(torch.zeros(9000), file)"])
 def test_an_output_for_which_the_disk_has_no_room_is_not_there_and_the_older_one_stays(
     what, tmp_path
 ):
     write(tmp_path / "out", "older")
-    if "10)" in what:
-        with (tmp_path / ".d2_memfit").open("ab") as notes:
-            notes.write(bytes(9000))
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     limits = [(resource.RLIMIT_FSIZE, 8000)]
     result = run_forked("-c", FULL.format(what=what), cwd=tmp_path, limits=limits)
     assert result.stderr == "error: out cannot be written (File too large)\n"
     assert result.returncode == 2
-    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert after["out"] == b"older"
-    assert after.keys() == before.keys()
-    assert not is_refused(tmp_path / "out")
+    assert {f.name: f.read_bytes() for f in tmp_path.iterdir()} == {"out": b"older"}
 
 
 def test_other_errors_in_writing_are_not_about_the_file(tmp_path):
@@ -236,7 +158,7 @@ def test_a_config_that_a_training_wrote_is_known_from_one_that_was_edited(kind, 
     for other in others:
         file.write_bytes(other.encode())
         assert not is_config_dump(str(file))
-        with pytest.raises(ConfigError, match=r"config\.yaml exists, but d2_memfit did not write"):
+        with pytest.raises(ConfigError, match=r"config\.yaml exists"):
             check_run_folder(str(tmp_path))
 
 
@@ -252,11 +174,9 @@ BOMB = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range
         "a0: 1\n" + BOMB + "\nVIS_PERIOD: 0\n",
         "x: [" + "[" * 100_000 + "\nVIS_PERIOD: 0\n",
         "x: !!python/object/apply:os.mkdir [made]\nVIS_PERIOD: 0 \n",
-        "x: '" + "y" * 2**21 + "'\nVIS_PERIOD: 0\n",
         "\0\nVIS_PERIOD: 0\n",
-        "- a\n- b\n",
     ],
-    ids=["short", "empty", "aliases", "nested", "tag", "long", "binary", "list"],
+    ids=["short", "empty", "aliases", "nested", "tag", "binary"],
 )
 def test_other_files_are_no_dumps_and_take_no_time(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
