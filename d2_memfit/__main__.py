@@ -15,23 +15,22 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks is escaped
         sys.stdout.reconfigure(errors="backslashreplace")
     lacks = missing()
-    if lacks is not None:
-        try:
-            command_parser().parse_known_args()  # help and version
-        finally:
+    try:
+        args = command_parser().parse_args()  # help, version and errors, before PyTorch is imported
+    finally:
+        if lacks is not None:
             print(lacks, file=sys.stderr)
+    if lacks is not None:
         sys.exit(2)
-    if sys.argv[1:2] != ["train"]:
-        command_parser().parse_args()  # help, version and errors, before PyTorch is imported
-    if sys.argv[1:2] in (["estimate"], ["explain"], ["plan"]):
+    if args.command in ("estimate", "explain", "plan"):
         import_dynamo_later()
     ignore_warnings_of_libraries()
     gc.disable()  # nothing that is imported is ever freed: to look for it takes a tenth of a plan
-    from .cli.commands import main as run
+    from .cli.commands import run_command
 
     gc.freeze()
     gc.enable()
-    run()
+    run_command(args)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,153 @@
 # Copyright (c) the d2_memfit developers.
-"""Config keys and values from the options --card and --coco."""
+"""The config, the job and its data, from the options of the command line."""
 
+import argparse
+import os
+import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..common.checks import value_of
+from ..common.checks import check_positive_int, value_of
 from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
 from ..config.lazy import lazy_name, overrides_of
 from ..config.load import load_cfg, merge_opts
+from ..config.settings import check_settings
 from ..data.coco_file import CocoFile, check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import Setting, fit_to_data, goes_with_data
-from ..errors import ConfigError
-from ..job import with_overrides
+from ..errors import ConfigError, ConfigErrors, UnknownKeyError
+from ..job import (
+    PROJECT,
+    GivenBatches,
+    Job,
+    find_function,
+    load_lazy_config,
+    projects_of,
+    with_overrides,
+)
+from .screen import say
 
-__all__ = ["check_opts", "opts_of_budget", "opts_of_fit", "opts_of_settings", "with_data"]
-__all__ += ["with_opts"]
+__all__ = ["Config", "check_lazy_options", "check_opts", "image_size_of", "is_lazy", "job_of"]
+__all__ += ["load_config", "load_lazy", "opts_of_budget", "opts_of_fit", "opts_of_settings"]
+__all__ += ["project_functions", "trainer_of", "with_data", "with_opts"]
+
+Config = Union[CfgNode, DictConfig]
+
+
+def is_lazy(config_file: str) -> bool:
+    """Whether a config is a LazyConfig: a .py file, or the yaml file that its training wrote."""
+    file = Path(config_file)
+    if file.suffix != ".yaml" or not file.is_file():
+        return file.suffix == ".py"
+    with file.open(errors="replace") as f:
+        return any(line.startswith("dataloader:") for line in f.read(2**20).splitlines())
+
+
+def load_config(args: argparse.Namespace, more: Sequence[str] = ()) -> Config:
+    """Load the config of the command line, with its budget and what follows from ``--coco``.
+
+    ``args.notes`` gets a line for each setting from the data, and one for the keys of a project.
+
+    Args:
+        more: KEY VALUE pairs of the command, before the user's.
+    """
+    args.notes, add_keys = [], project_functions(args)
+    if is_lazy(args.config_file):
+        return load_lazy(args, more)
+    check_opts(args.opts)
+    opts = [*opts_of_budget(args), *more, *args.opts]
+    if not add_keys:  # a project may set everything in its keys
+        find_config_file(args.config_file)
+    # Importing the trainer also registers what the config names.
+    guessed = projects_of(args.trainer) if args.trainer else []
+    if guessed and not add_keys:
+        names = " --project ".join(guessed)
+        args.notes.append(f"Added the project's keys, as with: --project {names}")
+        add_keys = [find_function(name) for name in guessed]
+    try:
+        recipe = load_cfg(args.config_file, (), add_keys, opts)
+        check = partial(check_settings, trains=bool(args.coco))  # the job checks the rest
+        cfg, settings = with_data(recipe, args, opts, check)
+    except ConfigError as e:
+        advice = (
+            ". If a project adds it, name the function that does: --project MODULE:FUNCTION, such "
+            f"as {PROJECT}; or its trainer: --trainer MODULE:CLASS"
+        )
+        raise ConfigErrors(
+            [
+                ConfigError(f"{error}{advice}") if isinstance(error, UnknownKeyError) else error
+                for error in getattr(e, "errors", [e])
+            ]
+        ) from e
+    settings = sorted(settings, key=lambda setting: bool(setting.key))  # complaints first
+    args.notes += [f"From the data: {setting}" for setting in settings]
+    return cfg
+
+
+def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
+    """The functions of ``--project``. Its folders are where their modules are looked for."""
+    folders = [name for name in args.project if os.path.isdir(name)]
+    sys.path[:0] = [name for name in folders if name not in sys.path]
+    return [find_function(name) for name in args.project if name not in folders]
+
+
+def check_lazy_options(args: argparse.Namespace, *others: str) -> None:
+    """Raise :class:`ConfigError` for options that a LazyConfig does not take."""
+    for name in ("coco", "trainer", *others):
+        if getattr(args, name, None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} only works with yaml configs. A LazyConfig itself "
+                "says what is built"
+            )
+
+
+def load_lazy(args: argparse.Namespace, more: Sequence[str] = ()) -> DictConfig:
+    """Load the LazyConfig of the command line, with its budget, as :func:`load_config`."""
+    check_lazy_options(args)
+    args.config_file = find_config_file(args.config_file, ".py")
+    cfg = load_lazy_config(args.config_file, args.opts)
+    return with_opts(cfg, [*opts_of_budget(args), *more])
+
+
+def with_opts(cfg: DictConfig, opts: Sequence[str]) -> DictConfig:
+    """A LazyConfig with the values of KEY VALUE pairs."""
+    values = load_cfg("", opts)
+    return with_overrides(cfg, overrides_of({key: value_of(values, key) for key in opts[::2]}))
+
+
+def trainer_of(args: argparse.Namespace) -> Any:
+    return find_function(args.trainer, "--trainer") if args.trainer else None
+
+
+def job_of(args: argparse.Namespace, cfg: Config) -> Job:
+    """Make the job of a config, with the trainer and the largest batch of the command line."""
+    batch = None
+    if args.batch:
+        batch = find_function(args.batch, "--batch")(cfg)
+        GivenBatches(batch)  # raises if it is not a batch
+    sizes = {"image_size": image_size_of(args.image_size), "num_instances": args.instances}
+    if args.instances is not None:
+        check_positive_int("--instances", args.instances)
+    return Job.from_any(cfg, trainer_of(args), args.num_gpus, batch=batch, **sizes)
+
+
+def image_size_of(text: Optional[str]) -> Optional[tuple[int, int]]:
+    """Height and width in pixels."""
+    if text is None:
+        return None
+    try:
+        height, width = (int(part) for part in text.lower().replace("x", ",").split(","))
+    except ValueError:
+        raise ConfigError(f"--image-size must be HEIGHT,WIDTH in pixels, got {text!r}") from None
+    check_positive_int("--image-size", height)
+    check_positive_int("--image-size", width)
+    return height, width
 
 
 def check_opts(opts: Sequence[str]) -> None:
@@ -38,34 +165,30 @@ def check_opts(opts: Sequence[str]) -> None:
         )
 
 
-def opts_of_budget(card: Optional[str], budget: Optional[str], opts: Sequence[str]) -> list[str]:
+def opts_of_budget(args: argparse.Namespace) -> list[str]:
     """KEY VALUE pairs for ``--card`` and ``--budget``.
 
-    Args:
-        card: nominal memory or a name, as for :func:`settings_of_card`; None if it is not given.
-        budget: a number of GB, or "auto"; None if it is not given.
-        opts: KEY VALUE pairs, or path.key=value for a LazyConfig.
-
     Raises:
-        ConfigError: there is no such card or number, or more than one of card, budget and
-            ``opts`` name a budget.
+        ConfigError: there is no such card or number, or more than one option or key sets a budget.
     """
-    named = [f"--card {card}"] if card is not None else []
+    budget = getattr(args, "budget", None)
+    named = [f"--card {args.card}"] if args.card is not None else []
     named += [f"--budget {budget}"] if budget is not None else []
     if not named:
         return []
-    given = {option.partition("=")[0].lstrip("+") for option in opts}
+    given = {option.partition("=")[0].lstrip("+") for option in args.opts}
     keys = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
     named += [key for key in (*keys, *map(lazy_name, keys)) if key in given]
     if len(named) > 1:
         raise ConfigError(f"{named[0]} and {named[1]} both set the budget: give only one")
-    if card is not None:
-        return [str(part) for setting in settings_of_card(card).items() for part in setting]
+    if args.card is not None:
+        return [str(part) for setting in settings_of_card(args.card).items() for part in setting]
     if budget != "auto" and not _is_number(str(budget)):
         raise ConfigError(
             f"--budget must be a number of GB, such as 6, got {budget!r}. A card is --card 6GB"
         )
-    return ["MEMFIT.BUDGET_GB", str(budget)]
+    on_cpu = budget == "auto" and getattr(args, "device", None) == "cpu"
+    return ["MEMFIT.BUDGET_GB", str(budget), *(["MODEL.DEVICE", "cpu"] if on_cpu else [])]
 
 
 def opts_of_fit(cfg: CfgNode, eval_only: bool) -> dict[str, str]:
@@ -75,12 +198,6 @@ def opts_of_fit(cfg: CfgNode, eval_only: bool) -> dict[str, str]:
     if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         opts["MEMFIT.BUDGET_GB"] = "auto"
     return opts
-
-
-def with_opts(cfg: DictConfig, opts: Sequence[str]) -> DictConfig:
-    """A LazyConfig with the values of KEY VALUE pairs."""
-    values = load_cfg("", opts)
-    return with_overrides(cfg, overrides_of({key: value_of(values, key) for key in opts[::2]}))
 
 
 def _is_number(text: str) -> bool:
@@ -93,69 +210,59 @@ def _is_number(text: str) -> bool:
 
 def with_data(
     recipe: CfgNode,
-    coco: Sequence[Sequence[str]],
-    config_file: str,
+    args: argparse.Namespace,
     opts: Sequence[str],
     check: Callable[[CfgNode], Any],
     *,
-    eval_only: bool = False,
+    trains: bool = True,
     reads_images: bool = False,
-    progress: Callable[[str], None] = lambda line: None,
 ) -> tuple[CfgNode, list[Setting]]:
     """Complete a config with options and with settings from the datasets of ``--coco``.
 
-    The datasets are registered and checked.
-
-    Only keys that the user has not given are set. Values in a file for other datasets do not apply
-    to these. A plan made for COCO also applies to your own data, except for its schedule and
-    classes.
+    The datasets are registered and checked. Only keys that the user has not given are set. Values
+    in a file for other datasets do not apply to these. A plan made for COCO also applies to your
+    own data, except for its schedule and classes.
 
     Args:
-        recipe: the config of ``config_file``, which is left as it is.
-        coco: values of ``--coco``.
-        config_file, opts: as for :func:`~d2_memfit.config.load.load_cfg`.
+        recipe: the config of ``--config-file``, which is left as it is.
+        opts: as for :func:`~d2_memfit.config.load.load_cfg`.
         check: raises :class:`ConfigError` if the config cannot work, before the datasets are read.
-        eval_only: whether nothing is trained.
+        trains: whether something is trained.
         reads_images: whether images must exist, or only the annotations.
-        progress: as for :func:`~d2_memfit.data.check_coco_file`.
 
     Returns:
         The config, and the settings in it that follow from the data.
     """
-    names = [name for name, _, _ in coco]
+    coco, names = args.coco, [name for name, _, _ in args.coco]
     for name in names:
         if names.count(name) > 1 or not name.isprintable():
             raise ConfigError(f"--coco {name!r} is given twice or not printable: use another name")
     for dataset in coco:
         register_coco(*dataset)
     given = set(opts[::2])
-    if coco and config_file:
-        datasets = recipe.DATASETS
-        of_file = keys_in_own_files(find_config_file(config_file))
+    if coco and args.config_file:
+        of_file = keys_in_own_files(find_config_file(args.config_file))
         names_others = bool({"DATASETS.TRAIN", "DATASETS.TEST"} & of_file)
-        if names_others and not {*datasets.TRAIN, *datasets.TEST} & set(names):
+        if names_others and not {*recipe.DATASETS.TRAIN, *recipe.DATASETS.TEST} & set(names):
             of_file = {key for key in of_file if not goes_with_data(key)}
         given |= of_file
-    settings = _roles(names, given, eval_only) if coco else []
+    settings = _roles(names, given, trains) if coco else []
     cfg = recipe.clone()
     merge_opts(cfg, [*opts_of_settings(settings), *opts])
     check(cfg)
-    if not coco:
-        return cfg, []
-    train: list[CocoFile] = []
-    test: list[CocoFile] = []
+    files: dict[str, list[CocoFile]] = {"train": [], "test": []}
     for name, json_file, image_dir in coco:
-        trains = name in cfg.DATASETS.TRAIN and not eval_only
-        if trains or name in cfg.DATASETS.TEST:
-            folder = image_dir if reads_images else None
+        is_trained, is_tested = trains and name in cfg.DATASETS.TRAIN, name in cfg.DATASETS.TEST
+        if is_trained or is_tested:
             if not reads_images and not Path(image_dir).is_dir():
                 why = f"{image_dir} does not exist here. Training needs the images of {name}"
                 settings.append(Setting("", None, why))
-            needs_objects = trains and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
-            file = check_coco_file(name, json_file, folder, needs_objects, progress)
-            train += [file] if trains else []
-            test += [file] if name in cfg.DATASETS.TEST else []
-    of_data = fit_to_data(cfg, train, test, given)
+            needs_objects = is_trained and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+            folder = image_dir if reads_images else None
+            file = check_coco_file(name, json_file, folder, needs_objects, say)
+            files["train"] += [file] if is_trained else []
+            files["test"] += [file] if is_tested else []
+    of_data = fit_to_data(cfg, files["train"], files["test"], given)
     merge_opts(cfg, opts_of_settings(of_data))
     return cfg, [*settings, *of_data]
 
@@ -165,11 +272,10 @@ def opts_of_settings(settings: Sequence[Setting]) -> list[str]:
     return [text for s in settings if s.key for text in (s.key, str(s.value))]
 
 
-def _roles(names: Sequence[str], given: set[str], eval_only: bool) -> list[Setting]:
+def _roles(names: Sequence[str], given: set[str], trains: bool) -> list[Setting]:
     """Settings that choose the datasets for training and evaluation, unless DATASETS is given."""
-    others = names[1:] if len(names) > 1 or not eval_only else names
-    train = Setting("DATASETS.TRAIN", (names[0],), "the first of --coco")
+    others = names[1:] if len(names) > 1 or trains else names
     why = "those of --coco" + ", except the first" * (len(others) < len(names))
-    test = Setting("DATASETS.TEST", tuple(others), why)
-    roles = [test] if eval_only else [train, test]
+    roles = [Setting("DATASETS.TRAIN", (names[0],), "the first of --coco")] if trains else []
+    roles.append(Setting("DATASETS.TEST", tuple(others), why))
     return [role for role in roles if role.key not in given]

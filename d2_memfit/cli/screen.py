@@ -1,49 +1,92 @@
 # Copyright (c) the d2_memfit developers.
-"""What a training shows on the screen.
+"""What commands print: answers, progress, and the screen of a training.
 
 The log's file has everything. The screen leaves out Detectron2's dumps of environment, config and
 model, shows each of the first iterations, and on a terminal a progress bar.
 """
 
+import argparse
 import logging
+import os
 import re
-import shutil
 import sys
 from contextlib import ExitStack
-from itertools import count
-from typing import Optional, TextIO
+from typing import Optional
 
 import torch
 from detectron2.engine import HookBase, hooks
 from detectron2.utils.events import CommonMetricPrinter
 from detectron2.utils.logger import setup_logger
+from termcolor import colored
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..common.units import GB
 from ..errors import printable
 from ..memory import device_memory
-from .answers import coloured, print_text
 
-__all__ = [
-    "PrintableFormatter",
-    "end_progress",
-    "leave_out_dumps",
-    "progress_hooks",
-    "say",
-    "show",
-    "show_progress",
-]
+__all__ = ["PrintableFormatter", "end_progress", "leave_out_dumps", "print_text", "progress_hooks"]
+__all__ += ["put_together", "say", "show", "show_progress"]
 
+_LINES = 10  # of an answer, so that 15 are enough for all
+_COLOURS = {"Fits": "green", "Works": "green", "Does not fit": "red", "Does not work": "red"}
 _DUMPS = (
     *("Environment info", "Command line arguments", "Contents of args.config_file"),
     *("Running with full config", "Model:"),
 )
-_ERASE = "\x1b[2K"  # the line of the cursor
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of Detectron2's tables
+_CODES = re.compile(r"\x1b\[[0-9;]*m")  # of Detectron2's tables
 _LOGGERS = ("detectron2", "fvcore", "d2_memfit")
-_BAR, _steps = 10, count()  # its length, and how often it was shown
 _PERIOD = 20  # iterations between lines of Detectron2's log
+_bars: list[tqdm] = []  # the open one of show_progress
+
+
+def put_together(args: argparse.Namespace, answer: str, details: str, next_step: str) -> str:
+    """Put the parts of a text together. The answer comes first, what to type last."""
+    answer = "\n".join(answer.splitlines()[:_LINES])
+    options = ("--details", "--json", "--html FILE") if hasattr(args, "html") else ("--details",)
+    more = f"\n\n{details}" if args.details else f"\nMore: {', '.join(options)}"
+    return "\n\n".join(filter(None, [answer + more, next_step]))
+
+
+def show(text: object) -> None:
+    """Print a text of several lines. The verdict, before the first colon, has a colour."""
+    end_progress()
+    shown = printable(str(text), keeps="\n")
+    verdict, colon, rest = shown.partition(":")
+    if sys.stdout.isatty() and verdict in _COLOURS:
+        shown = colored(verdict + colon, _COLOURS[verdict], attrs=["bold"]) + rest
+    print_text(shown)
+
+
+def print_text(text: str) -> None:
+    """Print a text, unless its reader has ended, as in ``d2-memfit ... | head``."""
+    end_progress()
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # https://docs.python.org/3/library/signal.html#note-on-sigpipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def say(line: str) -> None:
+    """Print a line about what happens to stderr. Results go to stdout."""
+    end_progress()
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def show_progress(line: str) -> None:
+    """Print a line to stderr; on a terminal, after the time, in place of the one before."""
+    if not sys.stderr.isatty():
+        say(line)
+        return
+    if not _bars:
+        _bars.append(tqdm(bar_format="{elapsed} {desc}", dynamic_ncols=True, leave=False))
+    _bars[0].set_description_str(printable(line))
+
+
+def end_progress() -> None:
+    """Remove the line of :func:`show_progress`."""
+    while _bars:
+        _bars.pop().close()
 
 
 def leave_out_dumps(output_dir: str, rank: int) -> None:
@@ -70,40 +113,11 @@ class PrintableFormatter(logging.Formatter):
         self._inner = inner or logging.Formatter()
 
     def format(self, record: logging.LogRecord) -> str:
-        record.msg, record.args = _COLOURS.sub("", record.getMessage()), ()
+        record.msg, record.args = _CODES.sub("", record.getMessage()), ()
         record.msg = printable(record.msg, keeps="\n\t")
         if record.exc_info:
             record.exc_text = printable(self.formatException(record.exc_info), keeps="\n")
         return self._inner.format(record)
-
-
-def show(text: object, file: Optional[TextIO] = None) -> None:
-    """Print a text of several lines, with control codes escaped."""
-    end_progress()
-    print_text(coloured(printable(str(text), keeps="\n")), file)
-
-
-def say(line: str) -> None:
-    """Print a line about what happens to stderr. Results go to stdout."""
-    end_progress()
-    print(printable(line), file=sys.stderr, flush=True)
-
-
-def show_progress(line: str) -> None:
-    """Print a line to stderr; on a terminal, after a bar, in place of the one before."""
-    if not sys.stderr.isatty():
-        say(line)
-        return
-    filled = next(_steps) % _BAR + 1
-    text = f"[{'#' * filled:{_BAR}}] {printable(line)}"
-    columns = shutil.get_terminal_size().columns
-    print(f"{_ERASE}{text[: columns - 1]}", end="\r", file=sys.stderr, flush=True)
-
-
-def end_progress() -> None:
-    """Remove the line of :func:`show_progress`."""
-    if sys.stderr.isatty():
-        print(_ERASE, end="", file=sys.stderr, flush=True)
 
 
 def progress_hooks(max_iter: int) -> list[HookBase]:
@@ -131,18 +145,15 @@ class ProgressBar(HookBase):
 
     def __init__(self) -> None:
         self._open = ExitStack()
-        self._bar: Optional[tqdm] = None
 
     def before_train(self) -> None:
         trainer = self.trainer
         loggers = [logging.getLogger(name) for name in _LOGGERS]
         self._open.enter_context(logging_redirect_tqdm(loggers))
-        self._bar = self._open.enter_context(
-            tqdm(total=trainer.max_iter, initial=trainer.start_iter, unit="iter")
-        )
+        bar = tqdm(total=trainer.max_iter, initial=trainer.start_iter, unit="iter")
+        self._bar = self._open.enter_context(bar)
 
     def after_step(self) -> None:
-        assert self._bar is not None
         loss = self.trainer.storage.latest().get("total_loss")
         parameter = next(self.trainer.model.parameters())
         used = device_memory(torch.device(parameter.device)).peak_reserved_bytes / GB

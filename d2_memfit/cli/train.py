@@ -1,17 +1,10 @@
 # Copyright (c) the d2_memfit developers.
-"""Train or evaluate a detector: Detectron2's tools/train_net.py, with the keys of d2_memfit.
-
-    d2-memfit train --config-file FILE --fit --coco NAME JSON IMAGE_DIR ...
-    d2-memfit train --config-file FILE [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
-    torchrun --nproc-per-node N -m d2_memfit train --config-file FILE
-
-FILE is a file, or the name of a config in Detectron2's model zoo or ours. One that ends in .py is a
-LazyConfig, which takes path.key=value. Without a GPU it trains on the CPU, on N processes with
---num-gpus N. In a checkout, tools/train_net.py is the same command.
-"""
+"""The command train: one run of a yaml config or a LazyConfig, on all its ranks."""
 
 import argparse
+import inspect
 import logging
+import math
 import os
 import sys
 from collections import OrderedDict
@@ -23,49 +16,53 @@ from typing import Any, Optional
 from unittest.mock import patch
 
 import torch
-from detectron2.config import CfgNode
+from detectron2 import evaluation
+from detectron2.config import CfgNode, instantiate
 from detectron2.data import MetadataCatalog
-from detectron2.engine import default_argument_parser, hooks
-from detectron2.evaluation import (
-    CityscapesInstanceEvaluator,
-    CityscapesSemSegEvaluator,
-    COCOEvaluator,
-    COCOPanopticEvaluator,
-    DatasetEvaluator,
-    DatasetEvaluators,
-    LVISEvaluator,
-    PascalVOCDetectionEvaluator,
-    SemSegEvaluator,
-    verify_results,
-)
+from detectron2.engine import default_setup, default_writers, hooks
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+from detectron2.utils.registry import locate
+from omegaconf import DictConfig, ListConfig
 from torch import nn
 
 from ..common.checks import check_positive_int, value_of, whole
-from ..common.files import whole_file
+from ..common.files import FolderLock, check_run_folder, whole_file
 from ..compat import has_compiled_ops
 from ..config.files import find_config_file
+from ..config.lazy import cfg_of_lazy
 from ..config.load import load_cfg, merge_opts, with_settings
 from ..config.precision import Precision
 from ..config.settings import check_settings
 from ..data.classes import class_keys
 from ..data.hold_out import hold_out
 from ..data.registration import check_datasets, register_coco
+from ..engine.build import build_trainer
 from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.defaults import MemfitTrainer
 from ..engine.ending import causes_named, signals_end_at_once
+from ..engine.evaluating import evaluating
 from ..engine.launch import launch, usable_device, world_size
 from ..errors import ConfigError, MemfitError, exit_on_error
+from ..job import Job, LazyParts, TrainerParts
 from ..memory import use_expandable_segments
 from ..planner.fit_config import fit_config
 from ..predict.predictor import WholeModelCheckpointer
-from . import train_lazy
-from .command_line import add_card_and_coco_options
+from .command_line import argument_parser, files_read
 from .next_step import after_training
-from .options import check_opts, opts_of_budget, opts_of_fit, opts_of_settings, with_data
-from .run_folder import check_folder, set_up_rank
-from .screen import progress_hooks, say, show
+from .options import (
+    Config,
+    check_lazy_options,
+    check_opts,
+    load_lazy,
+    opts_of_budget,
+    opts_of_fit,
+    opts_of_settings,
+    with_data,
+    with_opts,
+)
+from .screen import leave_out_dumps, progress_hooks, show
 
 __all__ = ["Trainer", "argument_parser", "run", "run_script"]
 
@@ -73,45 +70,35 @@ logger = logging.getLogger(__name__)
 
 AddKeys = Sequence[Callable[[CfgNode], Any]]
 
-_OTHER_EVALUATORS = {
-    "cityscapes_instance": CityscapesInstanceEvaluator,
-    "cityscapes_sem_seg": CityscapesSemSegEvaluator,
-    "pascal_voc": PascalVOCDetectionEvaluator,
-}
-
 
 class Trainer(MemfitTrainer):
     @classmethod
-    def build_evaluator(
-        cls, cfg: CfgNode, dataset_name: str, output_folder: Optional[str] = None
-    ) -> DatasetEvaluator:
+    def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: Any = None) -> Any:
         """Build the evaluator that Detectron2's ``tools/train_net.py`` uses for the dataset."""
         folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
+        into = {"output_dir": folder}
+        options = {"use_fast_impl": has_compiled_ops(), **into}
+        sigmas = cfg.TEST.KEYPOINT_OKS_SIGMAS
+        sem_seg = partial(evaluation.SemSegEvaluator, distributed=True, **into)
+        coco = partial(evaluation.COCOEvaluator, kpt_oks_sigmas=sigmas, **options)
+        panoptic = partial(evaluation.COCOPanopticEvaluator, **into)
+        kinds: dict[str, list[Callable[[str], Any]]] = {
+            "sem_seg": [sem_seg],
+            "coco": [coco],
+            "coco_panoptic_seg": [sem_seg, coco, panoptic],
+            "lvis": [partial(evaluation.LVISEvaluator, **into)],
+            "cityscapes_instance": [evaluation.CityscapesInstanceEvaluator],
+            "cityscapes_sem_seg": [evaluation.CityscapesSemSegEvaluator],
+            "pascal_voc": [evaluation.PascalVOCDetectionEvaluator],
+        }
         kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
-        made: list[DatasetEvaluator] = []
-        if kind in ("sem_seg", "coco_panoptic_seg"):
-            made.append(SemSegEvaluator(dataset_name, distributed=True, output_dir=folder))
-        if kind in ("coco", "coco_panoptic_seg"):
-            made.append(
-                COCOEvaluator(
-                    dataset_name,
-                    output_dir=folder,
-                    use_fast_impl=has_compiled_ops(),
-                    kpt_oks_sigmas=cfg.TEST.KEYPOINT_OKS_SIGMAS,
-                )
-            )
-        if kind == "coco_panoptic_seg":
-            made.append(COCOPanopticEvaluator(dataset_name, folder))
-        if kind == "lvis":
-            made.append(LVISEvaluator(dataset_name, output_dir=folder))
-        if kind in _OTHER_EVALUATORS:
-            made.append(_OTHER_EVALUATORS[kind](dataset_name))
-        if not made:
+        if kind not in kinds:
             raise NotImplementedError(
                 f"no evaluator for the dataset {dataset_name!r} with evaluator_type {kind!r}: "
                 "override build_evaluator of the trainer"
             )
-        return made[0] if len(made) == 1 else DatasetEvaluators(made)
+        made = [make(dataset_name) for make in kinds[kind]]
+        return made[0] if len(made) == 1 else evaluation.DatasetEvaluators(made)
 
     @classmethod
     def test_with_TTA(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
@@ -133,34 +120,9 @@ class Trainer(MemfitTrainer):
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
 
 
-def argument_parser() -> argparse.ArgumentParser:
-    parser = default_argument_parser(epilog=__doc__)
-    parser.add_argument(
-        "--fit",
-        action="store_true",
-        help="make the job fit this machine: sets MEMFIT.BUDGET_GB auto, unless a budget is given, "
-        "MEMFIT.PLAN.ENABLED True and MEMFIT.OOM.POLICY split",
-    )
-    parser.add_argument(
-        "--budget",
-        metavar="GB",
-        help="device memory in GB that the job may use, such as 5.2; auto takes what is free on "
-        "this machine; sets MEMFIT.BUDGET_GB",
-    )
-    parser.add_argument(
-        "--training-only",
-        action="store_true",
-        help="do not evaluate, and do not plan for evaluation",
-    )
-    of_share = "evaluate on this share of the images of --coco, such as 0.2, and train on the rest"
-    parser.add_argument("--hold-out", type=float, metavar="SHARE", help=of_share)
-    add_card_and_coco_options(parser)
-    return parser
-
-
 def prepare(
     args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
-) -> tuple[CfgNode, int]:
+) -> tuple[Optional[CfgNode], int]:
     """Check all that can be checked before a process starts, and complete the arguments.
 
     Nothing is written to OUTPUT_DIR, except for the files of ``--hold-out``, which become the
@@ -171,29 +133,54 @@ def prepare(
         trainer, add_keys: as for :func:`run`.
 
     Returns:
-        The config, and the effective batch of its file.
+        The config, and the effective batch of its file. A LazyConfig is None and 0: its objects
+        may not be picklable, so each rank loads it.
     """
+    ranks, cfg, batch, args.notes = world_size(args.num_gpus, args.num_machines), None, 0, []
+    if args.config_file.endswith(".py") and trainer is Trainer:
+        check_lazy_options(args, "hold_out", "training_only")
+        keys = cfg_of_lazy(_load_lazy(args))
+        check_settings(keys, ranks, trains=not args.eval_only)
+    else:
+        keys, batch = _load_yaml(args, ranks, add_keys)
+        cfg = keys
+    if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
+        use_expandable_segments()  # before anything queries the GPU
+    if cfg is not None:
+        _check_model(cfg, trainer)
+        args.config_file = find_config_file(args.config_file)  # which is logged
+        check_datasets(cfg, args.eval_only)
+    Precision.from_cfg(keys)
+    _check_folder(args, keys)
+    return cfg, batch
+
+
+def _load_lazy(args: argparse.Namespace) -> DictConfig:
+    cfg = load_lazy(args)
+    if args.fit:
+        values = opts_of_fit(cfg_of_lazy(cfg), args.eval_only)
+        cfg = with_opts(cfg, [text for pair in values.items() for text in pair])
+    cfg.train.device = usable_device(cfg.train.device)
+    evaluator = cfg.dataloader.get("evaluator")
+    for call in evaluator if isinstance(evaluator, ListConfig) else filter(None, [evaluator]):
+        target = locate(call._target_) if isinstance(call._target_, str) else call._target_
+        if inspect.isclass(target) and issubclass(target, evaluation.COCOEvaluator):
+            call.setdefault("use_fast_impl", has_compiled_ops())
+    return cfg
+
+
+def _load_yaml(args: argparse.Namespace, ranks: int, add_keys: AddKeys) -> tuple[CfgNode, int]:
     check_opts(args.opts)
-    opts = [*opts_of_budget(args.card, args.budget, args.opts), *args.opts]
+    opts = [*opts_of_budget(args), *args.opts]
     if args.training_only:
         opts = [*opts, "DATASETS.TEST", "()"]
-    recipe = load_cfg(args.config_file, (), add_keys, opts)
-    ranks = world_size(args.num_gpus, args.num_machines)
-    trains = not args.eval_only
+    recipe, trains = load_cfg(args.config_file, (), add_keys, opts), not args.eval_only
     check = partial(check_settings, ranks=ranks, trains=trains)
     if args.hold_out is not None:
-        cfg, _ = with_data(recipe, [], args.config_file, opts, check)
+        without_data = argparse.Namespace(coco=[], config_file=args.config_file)
+        cfg, _ = with_data(recipe, without_data, opts, check)
         args.coco = hold_out(args.coco, args.hold_out, cfg.OUTPUT_DIR, args.resume)
-    cfg, settings = with_data(
-        recipe,
-        args.coco,
-        args.config_file,
-        opts,
-        check,
-        eval_only=args.eval_only,
-        reads_images=True,
-        progress=say,
-    )
+    cfg, settings = with_data(recipe, args, opts, check, trains=trains, reads_images=True)
     args.notes = [str(setting) for setting in settings]
     wanted = opts_of_fit(cfg, args.eval_only) if args.fit else {}
     of_fit = [text for key in wanted if key not in opts[::2] for text in (key, wanted[key])]
@@ -201,20 +188,7 @@ def prepare(
     args.opts = [*of_fit, *opts_of_settings(settings), *opts]
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
     cfg.freeze()
-    _check(args, cfg, trainer)
     return cfg, recipe.SOLVER.IMS_PER_BATCH * recipe.SOLVER.ACCUMULATION_STEPS
-
-
-def _check(args: argparse.Namespace, cfg: CfgNode, trainer: type[Trainer]) -> None:
-    if cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET:
-        use_expandable_segments()  # before anything queries the GPU
-    _check_model(cfg, trainer)
-    args.config_file = find_config_file(args.config_file)  # which is logged
-    Precision.from_cfg(cfg)
-    check_datasets(cfg, args.eval_only)
-    if not cfg.OUTPUT_DIR:
-        raise ConfigError("OUTPUT_DIR is empty: name a folder")
-    check_folder(args, cfg.OUTPUT_DIR, cfg.MODEL.WEIGHTS)
 
 
 def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
@@ -227,12 +201,29 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
     except MemfitError:
         raise
     except Exception as e:
-        frames = list(walk_tb(e.__traceback__))
-        place = f"{frames[-1][0].f_code.co_filename}:{frames[-1][1]}"
+        frame, line = [*walk_tb(e.__traceback__)][-1]
         raise ConfigError(
-            f"the model cannot be built from this config ({e!r}, in {place}). Compare its keys "
-            "with a config of the zoo. A project's model is trained by the project's script"
+            f"the model cannot be built from this config ({e!r}, in {frame.f_code.co_filename}:"
+            f"{line}). Compare its keys with a config of the zoo. A project's model is trained by "
+            "the project's script"
         ) from e
+
+
+def _check_folder(args: argparse.Namespace, keys: CfgNode) -> None:
+    """Check that a run can use its folder and load its weights. Nothing is written.
+
+    Raises:
+        ConfigError: the folder cannot be used, or another process trains in it.
+        CheckpointError: the weights or the checkpoint to resume cannot be read.
+    """
+    folder = keys.OUTPUT_DIR
+    if not folder:
+        raise ConfigError("OUTPUT_DIR is empty: name a folder")
+    check_run_folder(folder, files_read(args))
+    if not args.eval_only and (Path(folder) / FolderLock.FILE_NAME).exists():
+        # Before anything of the other run is changed. Under torchrun, each rank comes here.
+        FolderLock(folder, is_shared=True).release()
+    MemfitCheckpointer(nn.Module(), folder).check(keys.MODEL.WEIGHTS, resume=args.resume)
 
 
 @exit_on_error
@@ -240,83 +231,147 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
 @patch.object(logging, "raiseExceptions", False)  # on a full disk, no traceback for each line
 def main(
     args: argparse.Namespace,
-    cfg: CfgNode,
-    batch_of_file: int,
+    cfg: Optional[Config],
+    batch_of_file: int = 0,
     trainer_class: type[Trainer] = Trainer,
     add_keys: AddKeys = (),
 ) -> None:
     """Run one rank, with the arguments, config and batch of :func:`prepare`."""
     for dataset in args.coco:
         register_coco(*dataset)
-    set_up_rank(args, cfg, cfg.OUTPUT_DIR, cfg.MODEL.DEVICE)
+    cfg = _load_lazy(args) if cfg is None else cfg
+    keys = cfg_of_lazy(cfg) if isinstance(cfg, DictConfig) else cfg
+    _set_up_rank(args, cfg, keys)
     for note in args.notes:
         logger.info("From the data: %s", note)
-
     if args.eval_only:
-        weights = _evaluate(args, cfg, trainer_class)
+        weights = _evaluate(args, cfg, keys, trainer_class)
     else:
-        _warn_of_batch(args.opts, cfg, batch_of_file)
+        _warn_of_batch(args.opts, keys, batch_of_file)
         weights = _train(args, _fitted(cfg, trainer_class), trainer_class)
     if weights and comm.is_main_process():
         own = None if trainer_class is Trainer else trainer_class
-        eval_only = args.eval_only
-        text = after_training(
-            cfg.OUTPUT_DIR, args.coco, weights, own, add_keys, eval_only=eval_only
-        )
-        show(text)
+        show(after_training(args, keys.OUTPUT_DIR, weights, own, add_keys))
 
 
-def _evaluate(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer]) -> str:
+def _set_up_rank(args: argparse.Namespace, cfg: Config, keys: CfgNode) -> None:
+    """Run Detectron2's ``default_setup``; an evaluation keeps the config.yaml of the training."""
+    config_file = Path(keys.OUTPUT_DIR) / "config.yaml"
+    try:
+        is_kept = args.eval_only and comm.is_main_process() and config_file.is_file()
+        of_training = config_file.read_text() if is_kept else None
+        leave_out_dumps(keys.OUTPUT_DIR, comm.get_rank())
+        if comm.is_main_process() and isinstance(cfg, CfgNode):
+            with whole_file(config_file, "w") as file:  # default_setup leaves a part on a full disk
+                file.write(cfg.dump())
+        default_setup(cfg, args)
+        if of_training is not None:  # an evaluation may have other keys
+            with whole_file(config_file, "w") as file:
+                file.write(of_training)
+    except OSError as e:  # such as a full disk
+        raise ConfigError(f"OUTPUT_DIR {keys.OUTPUT_DIR} cannot be written ({e.strerror})") from e
+    setup_logger(keys.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
+    if keys.MODEL.DEVICE == "cpu" and not torch.cuda.is_available():
+        logger.warning("No GPU is visible: running on the CPU")
+
+
+def _evaluate(
+    args: argparse.Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]
+) -> str:
     """Evaluate; return the file of the weights, or "" if they are random."""
-    model = trainer_class.build_model(cfg)
-    trainer_class.load_weights(cfg, model, args.resume)
-    results = trainer_class.test(cfg, model)
-    if cfg.TEST.AUG.ENABLED:
-        results.update(trainer_class.test_with_TTA(cfg, model))
+    parts = LazyParts(cfg) if isinstance(cfg, DictConfig) else TrainerParts(cfg, trainer_class)
+    model = parts.build_model(keys.MODEL.DEVICE)
+    trainer_class.load_weights(keys, model, args.resume)
+    results = _tested(parts, keys, model)
+    if keys.TEST.AUG.ENABLED:
+        results.update(trainer_class.test_with_TTA(keys, model))
     if comm.is_main_process():
-        verify_results(cfg, results)
-    last = MemfitCheckpointer(model, cfg.OUTPUT_DIR).get_checkpoint_file() if args.resume else ""
-    return last or cfg.MODEL.WEIGHTS
+        evaluation.verify_results(keys, results)
+    last = MemfitCheckpointer(model, keys.OUTPUT_DIR).get_checkpoint_file() if args.resume else ""
+    return last or keys.MODEL.WEIGHTS
 
 
-def _train(args: argparse.Namespace, cfg: CfgNode, trainer_class: type[Trainer]) -> str:
+def _tested(parts: Any, keys: CfgNode, model: nn.Module) -> Any:
+    if not keys.DATASETS.TEST:
+        return {}
+    with evaluating(keys, model):
+        results = parts.test(model)
+    if isinstance(parts, LazyParts):  # a trainer prints them itself
+        evaluation.print_csv_format(results)
+    return results
+
+
+def _train(args: argparse.Namespace, cfg: Config, trainer_class: type[Trainer]) -> str:
     """Train; return the file of the last checkpoint."""
-    trainer = trainer_class(cfg)
-    trainer.resume_or_load(resume=args.resume)
-    if cfg.TEST.AUG.ENABLED:
-        trainer.register_hooks(
-            [hooks.EvalHook(0, lambda: trainer.test_with_TTA(cfg, trainer.model))]
-        )
+    iterations: tuple[int, ...] = ()
+    if isinstance(cfg, DictConfig):
+        trainer = _lazy_trainer(cfg)
+        weights = cfg.train.init_checkpoint
+        trainer.checkpointer.resume_or_load(weights, resume=args.resume)
+        # The checkpoint has the iteration that was just finished.
+        goes_on = args.resume and trainer.checkpointer.has_checkpoint()
+        iterations = trainer.iter + 1 if goes_on else 0, cfg.train.max_iter
+        output_dir = cfg.train.output_dir
+    else:
+        trainer, output_dir = trainer_class(cfg), cfg.OUTPUT_DIR
+        trainer.resume_or_load(resume=args.resume)
+        if cfg.TEST.AUG.ENABLED:
+            test = partial(trainer.test_with_TTA, cfg, trainer.model)
+            trainer.register_hooks([hooks.EvalHook(0, test)])
     if comm.is_main_process():
-        logger.info("Environment, config and model are in %s", Path(cfg.OUTPUT_DIR, "log.txt"))
-        trainer.register_hooks(progress_hooks(trainer.max_iter))
-    trainer.train()
-    return trainer.checkpointer.get_checkpoint_file()
+        logger.info("Environment, config and model are in %s", Path(output_dir, "log.txt"))
+        last = iterations[1] if iterations else trainer.max_iter
+        trainer.register_hooks(progress_hooks(last))
+    trainer.train(*iterations)
+    file: str = trainer.checkpointer.get_checkpoint_file()
+    return file
+
+
+def _lazy_trainer(cfg: DictConfig) -> Any:
+    """The trainer and hooks of Detectron2's ``lazyconfig_train_net.py``."""
+    job = Job.from_lazy(cfg)
+    trainer: Any = build_trainer(job)
+    model, is_main = trainer.model, comm.is_main_process()
+    logger.info("Model:\n%s", model)
+    trainer.checkpointer = MemfitCheckpointer(model, cfg.train.output_dir, trainer=trainer)
+    writers = default_writers(cfg.train.output_dir, cfg.train.max_iter) if is_main else []
+    saves = partial(hooks.PeriodicCheckpointer, trainer.checkpointer, **cfg.train.checkpointer)
+    test = partial(_tested, job.parts, job.cfg, model)
+    trainer.register_hooks(
+        [
+            hooks.IterationTimer(),
+            hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
+            saves() if is_main else None,
+            hooks.EvalHook(cfg.train.eval_period, test),
+            hooks.PeriodicWriter(writers, period=cfg.train.log_period) if is_main else None,
+        ]
+    )
+    return trainer
 
 
 def _warn_of_batch(opts: Sequence[str], cfg: CfgNode, batch_of_file: int) -> None:
     """Warn if the command changes the config file's effective batch and not its learning rate."""
     solver = cfg.SOLVER
-    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS / batch_of_file
-    if factor == 1 or solver.REFERENCE_WORLD_SIZE or "SOLVER.BASE_LR" in opts[::2]:
+    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS / (batch_of_file or math.inf)
+    if factor in (0, 1) or solver.REFERENCE_WORLD_SIZE or "SOLVER.BASE_LR" in opts[::2]:
         return
-    logger.warning(
-        "SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d is %.3g times the batch of the "
-        "config file, but SOLVER.BASE_LR %g is unchanged. Scale it with the batch "
-        "(arXiv:1706.02677): SOLVER.BASE_LR %g. Or keep the batch with SOLVER.ACCUMULATION_STEPS",
-        solver.IMS_PER_BATCH,
-        solver.ACCUMULATION_STEPS,
-        factor,
-        solver.BASE_LR,
-        solver.BASE_LR * factor,
+    text = (
+        f"SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH} x SOLVER.ACCUMULATION_STEPS "
+        f"{solver.ACCUMULATION_STEPS} is {factor:.3g} times the batch of the config file, but "
+        f"SOLVER.BASE_LR {solver.BASE_LR:g} is unchanged. Scale it with the batch "
+        f"(arXiv:1706.02677): SOLVER.BASE_LR {solver.BASE_LR * factor:g}. Or keep the batch with "
+        "SOLVER.ACCUMULATION_STEPS"
     )
+    logger.warning(text)
 
 
-def _fitted(cfg: CfgNode, trainer: type[Trainer]) -> CfgNode:
+def _fitted(cfg: Config, trainer: type[Trainer]) -> Config:
     """The config with its plan.
 
     OUTPUT_DIR/config.yaml has the plan too, for later evaluations, but not the measured budget.
     """
+    if isinstance(cfg, DictConfig):
+        return fit_config(cfg)
     planned = fit_config(cfg, trainer)
     if planned is not cfg and comm.is_main_process():
         kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
@@ -339,12 +394,8 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
             f"--machine-rank must be 0 to {args.num_machines - 1}, because there are "
             f"--num-machines {args.num_machines}, got {args.machine_rank}"
         )
-    if args.config_file.endswith(".py") and trainer is Trainer:
-        train_lazy.prepare(args)
-        of_rank = partial(train_lazy.main, args)
-    else:
-        cfg, batch_of_file = prepare(args, trainer, add_keys)
-        of_rank = partial(main, args, cfg, batch_of_file, trainer, add_keys)
+    cfg, batch = prepare(args, trainer, add_keys)
+    of_rank = partial(main, args, cfg, batch, trainer, add_keys)
     launch(of_rank, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
 
 
@@ -359,7 +410,6 @@ def run_script(
         trainer, add_keys: as for :func:`run`.
         usage: the text under the options in the script's help.
     """
-    parser = argument_parser()
-    parser.epilog = usage or parser.epilog
+    args = argument_parser(usage).parse_args()
     with patch.object(sys, "path", [os.getcwd(), *sys.path]):  # as for ``python -m``
-        run(parser.parse_args(), trainer, add_keys)
+        run(args, trainer, add_keys)

@@ -12,8 +12,7 @@ from typing import Any, Optional
 from ..common.reading import load_json
 from ..common.units import MB
 from ..errors import DataError
-from .faults import Summary, check, look_at_annotations
-from .images import look_at_images
+from .faults import Summary, check, look_at_annotations, look_at_images
 
 __all__ = ["CocoFile", "check_coco_file", "keypoint_names"]
 

@@ -1,7 +1,8 @@
 # Copyright (c) the d2_memfit developers.
-"""Faults of datasets: found in one pass, and one table of what each means."""
+"""Faults of annotations and images: found in one pass, and one table of what each means."""
 
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -10,12 +11,16 @@ from typing import Any, Optional
 import numpy as np
 from detectron2.config import CfgNode
 from detectron2.structures import BoxMode
+from detectron2.utils.file_io import PathManager
+from PIL import Image
 
 from ..common.checks import value_of
+from ..common.reading import checked
 from ..errors import DataError, printable
 from .classes import class_keys, names_in
 
-__all__ = ["Case", "Summary", "check", "kinds_of", "look_at_annotations", "warnings_about"]
+__all__ = ["Case", "Summary", "check", "kinds_of", "look_at_annotations", "look_at_images"]
+__all__ += ["size_of_image", "warnings_about"]
 
 # Pixels from which a polygon's corner must be an error. Drawing a polygon takes memory for each
 # pixel on its border (rleFrPoly of pycocotools): 1e9 takes tens of GB, a NaN all RAM.
@@ -29,6 +34,8 @@ _TINY = 2  # pixels
 _OVER_EDGE = 0.05  # of the image's side
 _OVER_EDGE_PIXELS = 2
 _EXAMPLES = 3
+_MOST_OPENED = 2000  # images: about a second on a local disk
+_ORIENTATION = 0x0112  # the tag of EXIF
 # Only these faults matter in crowds, which are not trained on, but drawn in an evaluation.
 _FAULTS_OF_CROWDS = ("bad_polygon", "bad_rle", "odd_polygon", "rle_size")
 # Objects in one image. Their masks and their comparison with 10,000 boxes take minutes and 20 GB.
@@ -295,3 +302,48 @@ def _is_run_length_code(size: Any, counts: Any) -> bool:
         return are_numbers and sum(counts) == math.prod(size)
     # Where the last number is cut off, pycocotools reads on (rleFrString).
     return isinstance(counts, (str, bytes)) and not (ord(counts[-1:] or b"P") - 48) & 0x20
+
+
+def look_at_images(summary: Summary, dicts: Sequence[Mapping[str, Any]]) -> None:
+    """Count faults of image files. All must exist; up to 2,000 are opened, evenly spread.
+
+    Args:
+        dicts: each with ``file_name``, and with ``height`` and ``width`` after EXIF, if known.
+            Only the first of files of the form ``scheme://`` is looked for.
+    """
+    files = [image["file_name"] for image in dicts]
+    if any("://" in file for file in files[:1]):  # each check is slow
+        if not PathManager.isfile(files[0]):
+            count(summary.cases, "missing", files[0])
+        return
+    folders = {os.path.dirname(file) for file in files}
+    there = {f: set(os.listdir(f or ".")) if os.path.isdir(f or ".") else set() for f in folders}
+    found = [os.path.basename(file) in there[os.path.dirname(file)] for file in files]
+    for file in (file for file, is_there in zip(files, found) if not is_there):
+        count(summary.cases, "missing", file)
+    images = [image for image, is_there in zip(dicts, found) if is_there]
+    for image in images[:: 1 + len(images) // _MOST_OPENED]:
+        summary.num_opened += 1
+        file, expected = image["file_name"], (image.get("width"), image.get("height"))
+        try:
+            size = size_of_image(file)
+        except Exception as e:  # PIL raises SyntaxError and others, not only OSError
+            count(summary.cases, "unreadable", f"{file} ({type(e).__name__}: {e})")
+            continue
+        if None not in expected and size != expected:
+            text = f"{file} has {size} pixels of width and height, but its entry says {expected}"
+            count(summary.cases, "size", text)
+
+
+def size_of_image(file: str) -> tuple[int, int]:
+    """Width and height of an image as Detectron2 loads it.
+
+    Raises:
+        Exception: of many types, if it is not an image.
+    """
+    with Image.open(checked(file)) as image:
+        width, height = image.size
+        # For a PNG, PIL would decode the image to look for EXIF, which is rare there.
+        asks = image.format != "PNG" or "exif" in image.info
+        is_on_its_side = asks and image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
+    return (height, width) if is_on_its_side else (width, height)

@@ -20,7 +20,7 @@ from detectron2.utils.file_io import PathManager
 
 from ..common.files import is_file
 from ..common.side_work import alone, no_information, unchanged_random_state
-from ..data.images import size_of_image
+from ..data.faults import size_of_image
 from .dicts import Size, dict_of, invented_dict, num_instances_of
 
 __all__ = ["ANY_SIZE", "Statistics", "assumed_statistics", "statistics_of"]

@@ -11,8 +11,13 @@ from detectron2.data import MetadataCatalog, build, common
 from detectron2.utils import comm
 
 from ..common.patching import modules_with, replaced_functions
-from ..data.faults import check, kinds_of, look_at_annotations, warnings_about
-from ..data.images import look_at_images
+from ..data.faults import (
+    check,
+    kinds_of,
+    look_at_annotations,
+    look_at_images,
+    warnings_about,
+)
 from ..errors import DataError
 from ..memory import is_loader_out_of_memory
 from ..techniques import SharedDataset, SharedList

@@ -41,8 +41,9 @@ def find_function(name: str, option: str = "--project") -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as e:  # a project's code may raise anything
+        elsewhere = ". If it is in another folder, add --project FOLDER" * (option == "--trainer")
         raise ConfigError(
-            f"{option} {name}: importing {module_name} failed ({type(e).__name__}: {e})"
+            f"{option} {name}: importing {module_name} failed ({type(e).__name__}: {e}){elsewhere}"
         ) from e
     function = getattr(module, function_name, None)
     if not callable(function):

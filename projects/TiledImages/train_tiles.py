@@ -20,7 +20,7 @@ from detectron2.utils import comm
 from tiled_images import TiledTrainer, fit_tiled_config, load_tiled_cfg
 
 from d2_memfit import MemfitMixin
-from d2_memfit.cli.command_line import add_coco_option
+from d2_memfit.cli.command_line import add_options
 from d2_memfit.data.registration import check_datasets, register_coco
 from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.engine.launch import launch
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
 @exit_on_error
 def run() -> None:
     parser = default_argument_parser(epilog=__doc__)
-    add_coco_option(parser)
+    add_options(parser, "--coco")
     args = parser.parse_args()
     memfit = setup(args).MEMFIT
     if memfit.BUDGET_GB is not None or memfit.PRESET:

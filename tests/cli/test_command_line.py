@@ -4,7 +4,6 @@
 import pytest
 
 from d2_memfit.cli.command_line import command_parser
-from d2_memfit.cli.train import argument_parser
 
 
 @pytest.mark.parametrize(
@@ -21,5 +20,5 @@ from d2_memfit.cli.train import argument_parser
 )
 def test_an_unknown_option_is_told_with_the_nearest_one(line, said, capsys):
     with pytest.raises(SystemExit):
-        command_parser(argument_parser()).parse_args(line.split())
+        command_parser().parse_args(line.split())
     assert capsys.readouterr().err.endswith(said)

@@ -212,17 +212,6 @@ def test_what_a_users_own_file_says_without_datasets_holds(coins, tmp_path, caps
     assert "SOLVER.STEPS (150,): goes with MAX_ITER" in printed
 
 
-@pytest.mark.parametrize("content", ["a: [", "", "- 1", "_BASE_: no.yaml"])
-def test_a_config_file_that_cannot_be_read_is_one_line(content, coins, tmp_path, capsys):
-    file = tmp_path / "bad.yaml"
-    file.write_text(content)
-    coco = ["--coco", "plan_train", str(coins / "train.json"), "images"]
-    with pytest.raises(SystemExit) as e:
-        main(["estimate", "--config-file", str(file), *coco])
-    assert e.value.code == 2
-    assert f"error: {file}: " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "command", [["--version"], pytest.param(["estimate"], marks=pytest.mark.long)]
 )
@@ -281,7 +270,6 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
     ("args", "message"),
     [
         (["plan", "--budget", "0"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
-        (["plan", "--budget", "-1"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
         (
             ["plan", "--budget", "6 gigs"],
             "--budget must be a number of GB, such as 6, got '6 gigs'",
@@ -295,12 +283,8 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
             "--card 6GB and --budget 5 both set the budget",
         ),
         (["plan", "--card", "6GB", "MEMFIT.BUDGET_GB", "5"], "both set the budget: give only one"),
-        (["plan", "--budget", "6", "MEMFIT.BUDGET_GB", "5"], "both set the budget: give only one"),
-        (["plan", "--budget", "6", "MEMFIT.PRESET", "8GB"], "both set the budget: give only one"),
-        (["plan", "--card", "6 apples"], "--card: '6 apples' is not known"),
         (["plan", "--card", "RTX 3060 7GB"], "GeForce RTX 3060 comes with 12GB, 8GB"),
         (["plan", "--card", "Apple M3 16GB"], "also of other makers"),
-        (["estimate", "SOLVER.MAX_ITER", "-5"], "SOLVER.MAX_ITER must be a positive integer"),
         (
             ["estimate", "--coco", "a", "b", "c", "--coco", "a", "b", "d"],
             "--coco 'a' is given twice",
@@ -308,11 +292,8 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         (["plan", "--budget", "6", "--allow", "all"], "allow must be some of exact, precision, re"),
         (["estimate", "--device", "v10"], "there is no device 'v10' (did you mean v100 or "),
         (["estimate", "--device", "cpu", "--probe"], "--probe runs the largest batch on a GPU"),
-        (["estimate", "MODEL.DEVICE", "gpu"], "MODEL.DEVICE 'gpu' is not a device of PyTorch"),
         (["estimate", "--num-gpus", "0"], "num_gpus must be a positive integer, got 0"),
-        (["estimate", "MEMFIT.NO_KEY", "1"], "there is no config key MEMFIT.NO_KEY"),
         (["estimate", "MODEL.BACKBONE.NAME", "x"], "does not run (KeyError: "),
-        (["estimate", "SOLVER.MAX_ITER"], "a value is missing after SOLVER.MAX_ITER"),
         (["estimate", "--project", "point_rend"], "--project must be MODULE:FUNCTION, such as det"),
         (
             ["estimate", "--project", "fractions:Fraction"],

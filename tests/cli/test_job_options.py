@@ -8,13 +8,11 @@ from argparse import Namespace
 
 import pytest
 from detectron2.config import LazyConfig
-from lazy_configs import lazy_config
 from tiny import ROOT, tiny_cfg
 
-from d2_memfit import Job, fit_config
+from d2_memfit import Job
 from d2_memfit.cli.commands import main
 from d2_memfit.cli.next_step import after_plan
-from d2_memfit.config.load import load_cfg
 
 pytestmark = pytest.mark.slow
 
@@ -118,6 +116,14 @@ def test_the_script_that_trains_a_plan_gets_its_data(folder):
         assert after_plan(args).splitlines()[-1].split() == command
 
 
+def test_a_trainer_of_another_folder_is_found(folder, monkeypatch, capsys):
+    (folder / "elsewhere").mkdir()
+    script = (folder / "train_net.py").rename(folder / "elsewhere" / "own_train_net.py")
+    estimate = ["estimate", "--config-file", "own.yaml", "--trainer", "own_train_net:Trainer"]
+    main([*estimate, "--project", str(script.parent), "--json", "--device", "cpu"])
+    assert json.loads(capsys.readouterr().out)["peak_allocated_gb"] < 1
+
+
 def test_the_optimizer_of_a_trainer_counts(folder, capsys):
     trainer = ["--trainer", "project_of_test:Trainer"]
     own = answer(capsys, "estimate", "--config-file", "tiny.yaml", *trainer)
@@ -188,8 +194,9 @@ def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
     assert job.budget_gb == 20
     assert job.recovery is not None
     job.build_optimizer(job.build_model())
-    main([*config, "--output", "overrides.yaml"])
-    assert "train.memfit.budget_gb: 20" in (folder / "overrides.yaml").read_text()
+    with pytest.raises(SystemExit):
+        main([*config, "--output", "x.yaml"])
+    assert "is a .py file, use x.py" in capsys.readouterr().err
     main(["estimate", "--config-file", "lazy.py", "--card", "24GB", "--device", "cpu"])
 
 
@@ -204,6 +211,7 @@ def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
         (["--config-file", "tiny.yaml", "--trainer", "project_of_test:T"], "has no class 'T'"),
         (["--config-file", "tiny.yaml", "--trainer", "Trainer"], "--trainer must be MODULE:CLASS"),
         (["--config-file", "tiny.yaml", "--trainer", "a/b.py:C"], "--trainer must be MODULE:CLASS"),
+        (["--config-file", "tiny.yaml", "--trainer", "nowhere:C"], "add --project FOLDER"),
     ],
 )
 def test_bad_input_is_one_line(folder, capsys, arguments, message):
@@ -213,29 +221,3 @@ def test_bad_input_is_one_line(folder, capsys, arguments, message):
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
-
-
-def test_a_run_plans_the_job_of_its_trainer(folder):
-    import project_of_test
-
-    cfg = load_cfg(str(folder / "tiny.yaml"))
-    cfg.OUTPUT_DIR = str(folder / "output")
-    cfg.MEMFIT.PLAN.ENABLED, cfg.MEMFIT.BUDGET_GB = True, 20.0
-    fit_config(cfg)
-    plain = (folder / "output" / "memfit_plan.yaml").read_text()
-    cfg.OUTPUT_DIR = str(folder / "other")
-    fit_config(cfg, trainer=project_of_test.Trainer)
-    assert "| optimizer " in plain
-    assert (folder / "other" / "memfit_plan.yaml").read_text() != plain
-
-
-def test_a_run_of_a_lazy_config_plans(folder, log):
-    keys = {"plan": {"enabled": True}}
-    cfg = lazy_config(output_dir=str(folder / "lazy"), memfit={"budget_gb": 20.0, **keys})
-    cfg.model.cfg.fpn = False
-    planned = fit_config(cfg)
-    assert planned.train.memfit.oom.policy == "split"
-    assert not planned.train.memfit.plan.enabled
-    assert fit_config(planned) is planned
-    assert fit_config(cfg) == planned
-    assert "The plan is read from" in log.text

@@ -1,17 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """``d2-memfit train`` of a LazyConfig made of Detectron2's own parts."""
 
-import os
-import re
-import subprocess
-import sys
-import time
-
 import pytest
 import torch
 from forks import FORKED_RANKS, run_forked
 from omegaconf import OmegaConf
-from tiny import ROOT, read_metrics, run_process
+from tiny import ROOT, read_metrics
 
 from d2_memfit.cli.commands import main
 
@@ -107,92 +101,20 @@ def test_two_ranks(arguments, tmp_path):
     assert (tmp_path / "output" / "log.txt.rank1").exists()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
-def test_two_ranks_with_a_sharded_optimizer_end_on_a_signal_and_go_on(arguments, tmp_path):
-    output = tmp_path / "output"
-    command = [sys.executable, "-W", "ignore", TRAIN_NET, *arguments]
-    command += ["--num-gpus", 2, "--dist-url", "auto", "+train.memfit.optimizer.zero=True"]
-    with (tmp_path / "printed").open("w") as printed:
-        job = subprocess.Popen(
-            [str(c) for c in [*command, "train.max_iter=5000"]],
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-    try:
-        metrics, end = output / "metrics.json", time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
-            assert job.poll() is None, (tmp_path / "printed").read_text()
-            assert time.monotonic() < end
-            time.sleep(0.1)
-        job.terminate()
-        assert job.wait(60) == 143, (tmp_path / "printed").read_text()
-    finally:
-        job.kill()
-    saved = (output / "last_checkpoint").read_text()
-    iteration = int(re.fullmatch(r"model_(\d+)\.pth", saved)[1])
-    assert len(torch.load(output / saved, weights_only=True)["trainer"]["optimizer"]["state"]) > 10
-
-    command.insert(4, "--resume")
-    result = run_process([*command, f"train.max_iter={iteration + 3}"])
-    assert result.returncode == 0, result.stderr[-4000:]
-    trained = [m["iteration"] for m in read_metrics(output) if "effective_batch" in m]
-    assert trained == [*range(iteration + 3)]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["train.accumulation_steps=0"], "SOLVER.ACCUMULATION_STEPS must be a positive integer"),
-        (
-            ["+train.memfit.micro_batch=1.5"],
-            "MEMFIT.MICRO_BATCH must be a positive integer or None, got 1.5",
-        ),
-        (
-            ["train.amp.enabled=True", "+train.memfit.amp_dtype=float8"],
-            "MEMFIT.AMP_DTYPE must be 'float16'",
-        ),
-        (
-            ["+train.memfit.oom.policy=never"],
-            "MEMFIT.OOM.POLICY must be 'raise' or 'split', got 'never'",
-        ),
-        (["+train.memfit.oom.grow_afer=1"], "there is no config key MEMFIT.OOM.GROW_AFER"),
-        (
-            ["+train.memfit.heads.chunk_size=0"],
-            "MEMFIT.HEADS.CHUNK_SIZE must be a positive integer",
-        ),
-        (
-            ["+train.memfit.head.chunk_size=1"],
-            "there is no config key MEMFIT.HEAD.CHUNK_SIZE (did you mean MEMFIT.HEADS.CHUNK_SIZE",
-        ),
-        (
-            ["+train.memfit.plan.enabled=true"],
-            "MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET",
-        ),
-        (["+train.memfit.preset=7GB"], "MEMFIT.PRESET must be 4GB, 5GB"),
-        (
-            ["+train.oom.policy=split"],
-            "train.oom is not read: it is called train.memfit.oom",
-        ),
-        (
-            ["+train.memfit.monitor.period=0"],
-            "MEMFIT.MONITOR.PERIOD must be a positive integer",
-        ),
+        (["+train.memfit.micro_batch=1.5"], "MEMFIT.MICRO_BATCH must be a positive integer or"),
+        (["+train.memfit.head.chunk_size=1"], "there is no config key MEMFIT.HEAD.CHUNK_SIZE (did"),
+        (["+train.oom.policy=split"], "train.oom is not read: it is called train.memfit.oom"),
         (["+train.memfit.host.budget_gb=1"], "train.memfit.host.budget_gb cannot be used"),
-        (["+train.memfit.budget_gb=-1"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
         (["train.init_checkpoint=no.pth"], "the checkpoint no.pth cannot be read (No such file"),
-        (
-            ["--hold-out", "0.2"],
-            "--hold-out only works with yaml configs. A LazyConfig itself says what is built",
-        ),
-        (
-            ["--training-only"],
-            "--training-only only works with yaml configs. A LazyConfig itself says what is built",
-        ),
+        (["--hold-out", "0.2"], "--hold-out only works with yaml configs. A LazyConfig itself"),
+        (["--training-only"], "--training-only only works with yaml configs. A LazyConfig itself"),
         (
             ["--card", "6GB", "+train.memfit.budget_gb=5"],
-            "--card 6GB and train.memfit.budget_gb both set the budget: give only one",
+            "--card 6GB and train.memfit",
         ),
         (["--config-file", "no.py"], "--config-file 'no.py' does not exist"),
         (["train.max_iter=2", "--resume"], "'train.max_iter=2 --resume' cannot be overrides of "),

@@ -11,8 +11,13 @@ from PIL import Image
 from pycocotools import mask as coco_masks
 
 from d2_memfit import get_cfg
-from d2_memfit.data.faults import check, kinds_of, look_at_annotations, warnings_about
-from d2_memfit.data.images import look_at_images
+from d2_memfit.data.faults import (
+    check,
+    kinds_of,
+    look_at_annotations,
+    look_at_images,
+    warnings_about,
+)
 from d2_memfit.errors import DataError
 
 NAN = float("nan")

@@ -6,7 +6,7 @@ import pytest
 from pycocotools import mask as coco_mask
 
 from d2_memfit.errors import DataError
-from d2_memfit.predict.rle import move
+from d2_memfit.predict.tiles import move
 
 
 @pytest.mark.parametrize("as_text", [False, True])

@@ -9,8 +9,7 @@ from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
 from d2_memfit.errors import DataError
-from d2_memfit.predict.rle import Rle, move
-from d2_memfit.predict.tiles import Tile
+from d2_memfit.predict.tiles import Rle, Tile, move
 
 __all__ = ["box_of", "clip_annotation"]
 

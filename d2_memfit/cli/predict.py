@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from omegaconf import DictConfig
@@ -26,10 +26,10 @@ from ..predict.files import FilePrediction, metadata_of, outputs_of
 from ..predict.images import find_files
 from ..predict.predictor import Predictor, weights_of
 from .command_line import files_read
-from .job_options import is_lazy, job_of, load_any_config
+from .options import is_lazy, job_of, load_config
 from .screen import say, show
 
-__all__ = ["predict_files"]
+__all__ = ["predict"]
 
 _INCOMPLETE = 3  # exit status
 
@@ -37,12 +37,7 @@ _INCOMPLETE = 3  # exit status
 _SCORE = Check("a number from 0 to 1", lambda value: fits(value, float) and 0 <= value <= 1)
 
 
-def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
-    """Run the command predict.
-
-    Args:
-        opts: KEY VALUE pairs of the budget, which come before the user's.
-    """
+def predict(args: argparse.Namespace) -> None:
     _SCORE("--min-score", args.min_score)
     if args.tile_size is not None:
         whole(16)("--tile-size", args.tile_size)
@@ -57,10 +52,9 @@ def predict_files(args: argparse.Namespace, opts: Sequence[str]) -> None:
             "--input: name an image, a video or a folder of them. Or leave it out and name images "
             "with --coco NAME JSON IMAGE_DIR"
         )
-    if opts:
+    if args.card or args.budget:
         use_expandable_segments()  # before anything queries the GPU
-    own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
-    predictor, cfg = _predictor(args, [*opts, *own], files)
+    predictor, cfg = _predictor(args, files)
     if dataset is not None and not is_lazy(args.config_file):  # which has no number of classes
         check_classes(cfg, dataset)
     metadata = metadata_of(cfg) if dataset is None else MetadataCatalog.get(dataset.name)
@@ -96,9 +90,7 @@ def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
     return file
 
 
-def _predictor(
-    args: argparse.Namespace, opts: Sequence[str], files: Sequence[Path]
-) -> tuple[Predictor, Any]:
+def _predictor(args: argparse.Namespace, files: Sequence[Path]) -> tuple[Predictor, Any]:
     """Make the predictor, after a check of the outputs.
 
     Args:
@@ -108,8 +100,10 @@ def _predictor(
         The predictor, and the config of its job.
     """
     # In training, --coco sets classes and schedule. Here the config has them already.
-    without_data = argparse.Namespace(**{**vars(args), "coco": []})
-    config = load_any_config(without_data, opts, say)
+    none: dict[str, Any] = {"batch": None, "image_size": None, "instances": None}
+    without_data = argparse.Namespace(**{**vars(args), **none, "coco": [], "num_gpus": 1})
+    own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
+    config = load_config(without_data, own)
     for note in without_data.notes:
         say(note)
     if isinstance(config, DictConfig):
@@ -121,6 +115,6 @@ def _predictor(
     given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)
     weights = weights_of(args.config_file, configured, given)
     say(f"weights: {weights}")
-    inputs = [weights, *files, *files_read(args)]
+    inputs: list[Union[str, Path]] = [weights, *files, *files_read(args)]
     check_outputs(outputs_of(args.output, files), inputs, args.overwrite)
     return Predictor(config, job, weights, args.tile_size), job.cfg
