@@ -11,8 +11,10 @@ import torch
 from detectron2.modeling import build_model
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints
 
+from d2_memfit import Job
 from d2_memfit.config.load import load_cfg
 from d2_memfit.doctor.injection import relative_difference
+from d2_memfit.techniques.registry import get_technique
 
 __all__ = [
     "ROOT",
@@ -23,6 +25,7 @@ __all__ = [
     "read_metrics",
     "relative_difference",
     "run_process",
+    "suggested",
     "tiny_cfg",
     "tiny_model",
 ]
@@ -89,6 +92,12 @@ def tiny_cfg(family="mask_rcnn", image_size=64, device="cpu", fpn=True):
     cfg.SOLVER.STEPS = ()
     cfg.SEED = 1
     return cfg
+
+
+def suggested(name, cfg):
+    """The keys and values with which a plan turns a technique on, for images with bit masks."""
+    job = Job.from_cfg(cfg, 1, batch=images(2))
+    return get_technique(name).settings(job, build_model(cfg))
 
 
 def every_anchor_counts(cfg):

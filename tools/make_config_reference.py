@@ -5,14 +5,10 @@
 tools/make_config_reference.py
 """
 
-import inspect
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from d2_memfit.common.checks import Check
-from d2_memfit.config.keys import KEYS, Key
-from d2_memfit.techniques import TECHNIQUES
+from d2_memfit.config.keys import Key, all_keys
 
 CONFIG_MD = Path(__file__).resolve().parents[1] / "docs" / "CONFIG.md"
 
@@ -67,23 +63,10 @@ with its value and what to do. NaN and infinity are refused in every key, also i
 """
 
 
-def keys() -> Iterator[Key]:
-    """All keys of d2_memfit."""
-    yield from KEYS
-    for _, technique in sorted(TECHNIQUES, key=lambda item: getattr(item[1], "key", "")):
-        if hasattr(technique, "key"):
-            text = (inspect.getdoc(technique) or "").partition("\n\nKey: ")[2].partition("\n\n")[0]
-            text = f"{' '.join(text.split())} ({technique.tier})"
-            check = technique.check_value
-            if technique.off is None:
-                check = Check(f"{check.what} or None", lambda value: value is None)
-            yield Key(technique.key, technique.off, check, text)
-
-
 def reference() -> str:
     """The text of docs/CONFIG.md."""
     head = "| key | values | default | what it does |\n| --- | --- | --- | --- |\n"
-    return INTRODUCTION + head + "".join(map(_row, keys()))
+    return INTRODUCTION + head + "".join(map(_row, all_keys()))
 
 
 def _row(key: Key) -> str:

@@ -20,7 +20,7 @@ from ..errors import MemfitError
 from ..job import Job
 from ..planner import steps
 from ..planner.dry_run import one_line_errors
-from ..techniques import TECHNIQUES, get_technique
+from ..techniques.registry import TECHNIQUES
 from .estimate_check import estimate_against_real_step
 from .injection import Injector, relative_difference
 from .patient import Patient, Unwell
@@ -170,25 +170,18 @@ def is_estimated(job: Job) -> str:
 def usable_techniques(patient: Patient) -> str:
     apply: list[str] = []
     left_out: list[str] = []
-    plain = _kinds(patient.job)
-    for name, technique in sorted(TECHNIQUES):
-        if technique.tier == "recipe" or not technique.in_plans:
-            continue
+    job = patient.job
+    model, _ = steps.build(job)
+    for technique in TECHNIQUES:
+        settings = {} if technique.tier == "recipe" else technique.settings(job, model)
         try:
-            settings = get_technique(name).enabling_settings(patient.job.cfg)
-            with one_line_errors():
-                changed = _kinds(patient.job.with_settings(settings)) != plain
-            if changed or technique.part not in ("model", "optimizer"):
-                apply.append(name)
+            if settings:
+                with one_line_errors():
+                    steps.build(job.with_settings(settings))
+                apply.append(technique.name)
         except MemfitError as e:
-            left_out.append(f"{name} ({e})")
+            left_out.append(f"{technique.name} ({e})")
     return f"{', '.join(apply)}" + (f"; not {'; '.join(left_out)}" if left_out else "")
-
-
-def _kinds(job: Job) -> list[Any]:
-    """Numbers of base classes of the modules, which techniques extend, and the optimizer class."""
-    model, optimizer = steps.build(job)
-    return [len(type(m).__mro__) for m in model.modules()] + [type(optimizer)]
 
 
 def _few(names: Sequence[str]) -> str:

@@ -5,12 +5,10 @@ import pytest
 import torch
 from d2_transformers.build import build_transformers_model
 from detectron2.layers import FrozenBatchNorm2d
-from injection import InjectedTrainer, Injector
 from tiny import parameters, relative_difference
 from tiny_transformers import RESOLUTION, draw_the_same_for_each_row, tiny_transformers_cfg
 
 from d2_memfit import Job
-from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.steps import Session
 
@@ -135,39 +133,6 @@ def test_micro_batches_train_what_transformers_trains(kind, tmp_path, monkeypatc
         for name in ("loss", "grad_norm", "learning_rate"):
             assert entry[name] == pytest.approx(theirs[name], rel=1e-4)
     assert (tmp_path / "cut" / "checkpoint-2" / "optimizer.pt").exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
-    class Trainer(InjectedTrainer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.injector = injector
-
-    monkeypatch.setattr(window_trainer, "AccumulatingTrainer", Trainer)
-    options = {"recovery": RecoveryOptions()}
-    injector = counting = Injector([10**9])
-    trained(kind, tmp_path / "counted", **options)
-    num = counting.num_allocations // MAX_STEPS
-    expected, _ = trained(kind, tmp_path / "expected", micro_batch_size=2, **options)
-    for where in (0.3, 0.9):  # in the first iteration's forward and backward
-        injector = Injector([int(num * where)])
-        actual, trainer = trained(kind, tmp_path / f"{where}", **options)
-        inner = trainer._inner
-        assert (inner.recovery.totals.oom_events, inner.window_sizes) == (1, (2, 2))
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
-@pytest.mark.long
-def test_bfloat16_is_that_of_transformers(tmp_path):
-    options = {"bf16": True}
-    expected, _ = trained("rf_detr", tmp_path / "plain", transformers.Trainer, **options)
-    cut, _ = trained("rf_detr", tmp_path / "cut", micro_batch_size=2, **options)
-    in_32, _ = trained("rf_detr", tmp_path / "in_32", micro_batch_size=2)
-    distances = [relative_difference(weights, expected) for weights in (cut, in_32)]
-    print(distances)
-    assert distances[0] < distances[1]
 
 
 def test_a_second_accumulation_is_an_error(tmp_path):

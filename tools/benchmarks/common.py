@@ -21,7 +21,7 @@ from detectron2.utils.events import EventStorage
 
 from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import process_memory
-from d2_memfit.techniques import apply_techniques
+from d2_memfit.techniques.registry import apply_techniques
 
 SAMPLE_S = 0.002
 

@@ -27,15 +27,17 @@ from typing import Any
 
 import torch
 from detectron2.engine import SimpleTrainer
+from detectron2.modeling import build_model
 from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes, pairwise_iou
 from detectron2.utils.events import EventStorage
 
-from d2_memfit import AccumulatingTrainer, get_cfg
+from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.common.units import MB
-from d2_memfit.config.load import load_cfg
+from d2_memfit.config.load import load_cfg, with_settings
 from d2_memfit.memory import OwnerMeter, TensorMeter
-from d2_memfit.techniques import TECHNIQUES, get_technique, pairwise_iou_in_chunks
+from d2_memfit.techniques.crowds import pairwise_iou_in_chunks
+from d2_memfit.techniques.registry import TECHNIQUES, get_technique
 
 from . import guide
 from .common import CONFIG, Side, coins, machine, markdown_table, take_turns
@@ -76,7 +78,7 @@ def measure(args: argparse.Namespace) -> None:
 
 def exact_techniques_of_one_rank() -> list[str]:
     """The exact techniques for a model on one device."""
-    names = [name for name, t in sorted(TECHNIQUES) if t.tier == "exact" and t.part == "model"]
+    names = [t.name for t in TECHNIQUES if t.tier == "exact" and t.part == "model"]
     if not torch.cuda.is_available():
         names.remove("ActivationOffload")  # the host is the device
     return names
@@ -113,7 +115,10 @@ def training(images: list[dict[str, Any]], rounds: int, names: list[str], others
 
 def settings(names: list[str]) -> list[Any]:
     cfg = load_cfg(CONFIG, ["INPUT.MASK_FORMAT", "bitmask"])
-    on = [get_technique(name).enabling_settings(cfg) for name in names]
+    with coins(64, 64) as (dicts, mapper):
+        job = Job.from_cfg(cfg, 1, batch=[mapper(dicts[0])])
+    model = build_model(with_settings(cfg, {"MODEL.DEVICE": "cpu"}))
+    on = [get_technique(name).settings(job, model) for name in names]
     return [x for item in on for pair in item.items() for x in pair]
 
 
@@ -147,9 +152,7 @@ def matching(rounds: int) -> str:
     instances = boxes(NUM_INSTANCES)
     anchors = boxes(NUM_ANCHORS)
     matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
-    chunk_size = get_technique("ChunkedMatching").enabling_settings(get_cfg())[
-        "MEMFIT.MATCHING.CHUNK_SIZE"
-    ]
+    chunk_size = 4096  # what plans try
     in_chunks = pairwise_iou_in_chunks(chunk_size, pairwise_iou)
     sides = {
         "Detectron2": lambda: matcher(pairwise_iou(instances, anchors)),

@@ -143,7 +143,7 @@ class Work:
 
 @dataclass
 class BlockCall:
-    """The forward of a block of the model, one of ``techniques.support.find_blocks``.
+    """The forward of a block of the model, one of ``techniques.blocks.find_blocks``.
 
     Attributes:
         name: name of the module.

@@ -10,7 +10,7 @@ from torch import nn
 from d2_memfit.job import boxes_anywhere
 from d2_memfit.planner.dry_run import DryRun, is_fake
 from d2_memfit.planner.stand_ins import fast_matching
-from d2_memfit.techniques import pairwise_iou_in_chunks
+from d2_memfit.techniques.crowds import pairwise_iou_in_chunks
 
 optimize = pytest.importorskip("scipy.optimize")
 linear_sum_assignment = optimize.linear_sum_assignment  # as matchers import it

@@ -31,7 +31,7 @@ from d2_memfit.memory import (
     is_out_of_memory,
     release_memory,
 )
-from d2_memfit.techniques import apply_techniques
+from d2_memfit.techniques.registry import apply_techniques
 
 from ..common import CONFIG, machine
 

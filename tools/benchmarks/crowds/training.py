@@ -22,7 +22,7 @@ from d2_memfit.common.units import GB
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.memory import enforce_budget, is_out_of_memory, process_memory, return_large_blocks
-from d2_memfit.techniques import apply_techniques
+from d2_memfit.techniques.registry import apply_techniques
 
 from ..common import CONFIG, machine, sampled_data_bytes
 from ..crowded import EndsOfIterations
@@ -55,7 +55,6 @@ SWIN = {
     "drop_path_rate": 0.0,
     "out_features": ["stage1", "stage2", "stage3", "stage4"],
 }
-VIT = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "num_blocks": 2}
 # No model has batch normalisation that is trained, so that images can run one by one.
 JOBS = {
     # PIXEL_STD keeps activations of random weights small.
@@ -76,7 +75,6 @@ JOBS = {
         320,
     ),
     "small RF-DETR with masks": Job("rf_detr_seg_coins", ["TRANSFORMERS.NUM_QUERIES", 100], 320),
-    "small EoMT": Job("eomt_large", ["TRANSFORMERS.OPTIONS", [list(x) for x in VIT.items()]], 320),
 }
 
 
