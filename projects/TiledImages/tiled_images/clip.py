@@ -38,6 +38,7 @@ def clip_annotation(annotation: dict[str, Any], tile: Tile) -> Optional[dict[str
         size, old = (tile.height, tile.width), annotation["segmentation"]
         if not old:
             return None
+        new: Any
         if isinstance(old, dict):
             new = rle = move(old, -tile.x0, -tile.y0, *size)
         else:

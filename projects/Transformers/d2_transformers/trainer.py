@@ -87,7 +87,8 @@ class Trainer(MemfitTrainer):
     def resume_or_load(self, resume: bool = True) -> Any:
         weights = self.cfg.TRANSFORMERS.WEIGHTS
         if weights and not (resume and self.checkpointer.has_checkpoint()):
-            without_ddp(self.model).load_pretrained(weights)
+            detector: Any = without_ddp(self.model)
+            detector.load_pretrained(weights)
         return super().resume_or_load(resume)
 
     @classmethod
