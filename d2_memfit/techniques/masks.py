@@ -61,7 +61,11 @@ class PackedMasks(Technique):
     key, off = "MEMFIT.MASKS.PACKED", False
 
     def suggest(self, job: Any, model: nn.Module) -> Optional[bool]:
-        return True if _has_bits(with_packed_masks(job.training_batch(1))) else None
+        batch = job.training_batch(1)  # what masks it has does not follow from the model
+        columns = batch if isinstance(batch, tuple) else (batch,)
+        names = getattr(batch, "_fields", [""] * len(columns))
+        packed = (with_packed_masks(list(c), name) for name, c in zip(names, columns))
+        return any(map(_has_bits, packed)) or None
 
     def apply(self, model: nn.Module, value: bool) -> nn.Module:
         wrap_method(model, "forward", _forward_with_packed_masks)

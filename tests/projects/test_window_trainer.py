@@ -18,7 +18,7 @@ from d2_transformers import window_trainer  # noqa: E402  needs both
 
 pytestmark = pytest.mark.slow
 
-KINDS = ["rf_detr", "deformable_detr", "d_fine", "eomt"]
+KINDS = ["rf_detr", "mask2former"]
 NUM_IMAGES, MAX_STEPS = 4, 2
 
 
@@ -29,7 +29,7 @@ def item(index, kind):
     boxes = torch.rand(num, 4, generator=rng) * 0.2 + torch.tensor([0.3, 0.3, 0.1, 0.1])
     pixels = torch.randn(3, RESOLUTION, RESOLUTION, generator=rng)
     classes = torch.zeros(num, dtype=torch.long)
-    if kind == "eomt":
+    if kind == "mask2former":
         masks = torch.zeros(num, RESOLUTION, RESOLUTION)
         for mask, (x, y, width, height) in zip(masks, (boxes * RESOLUTION).long()):
             mask[y : y + height, x : x + width] = 1
@@ -53,12 +53,10 @@ def collate(items):
 def build_model(kind, is_exact=False):
     """A model; one whose losses of several images are those of the parts, if it is exact.
 
-    Batch normalisation takes its statistics, and D-FINE the size of its denoising groups, from all
-    images of a forward.
+    Batch normalisation takes its statistics from all images of a forward.
     """
     torch.manual_seed(0)
-    options = {"num_denoising": 0} if is_exact and kind == "d_fine" else {}
-    model = build_transformers_model(tiny_transformers_cfg(kind, kind == "eomt", **options))
+    model = build_transformers_model(tiny_transformers_cfg(kind, kind == "mask2former"))
     return FrozenBatchNorm2d.convert_frozen_batchnorm(model) if is_exact else model
 
 

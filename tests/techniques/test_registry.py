@@ -1,5 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 import re
+from collections import namedtuple
 
 import pytest
 import torch
@@ -176,3 +177,15 @@ def test_a_new_one_has_a_key_and_is_applied_and_planned(mine, monkeypatch, log):
         progress=lines.append,
     )  # fmt: skip
     assert any("MyTechnique" in line for line in lines)  # it was tried
+
+
+@pytest.mark.parametrize("name", ["targets", "mask_labels"])
+def test_masks_in_a_column_of_a_batch_are_packed(name):
+    (data,) = images(1)
+    masks = data["instances"].gt_masks.tensor
+    columns = namedtuple("Columns", ["pixels", name])
+    batch = columns([data["image"]], [masks if name == "mask_labels" else {"masks": masks}])
+    pieces = {"model": lambda: make("DetrLike"), "optimizer": optimizer_of, "device": "cpu"}
+    for given in (batch, tuple(batch)):
+        offered = get_technique("PackedMasks").suggest(Job(**pieces, ranks=1, batch=given), None)
+        assert offered == (True if given is batch or name == "targets" else None)
