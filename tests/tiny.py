@@ -11,7 +11,9 @@ import torch
 from detectron2.modeling import build_model
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints
 
+from d2_memfit import Job
 from d2_memfit.config.load import load_cfg
+from d2_memfit.techniques.registry import get_technique
 
 __all__ = [
     "ROOT",
@@ -22,6 +24,7 @@ __all__ = [
     "read_metrics",
     "relative_difference",
     "run_process",
+    "suggested",
     "tiny_cfg",
     "tiny_model",
 ]
@@ -88,6 +91,12 @@ def tiny_cfg(family="mask_rcnn", image_size=64, device="cpu", fpn=True):
     cfg.SOLVER.STEPS = ()
     cfg.SEED = 1
     return cfg
+
+
+def suggested(name, cfg):
+    """The keys and values with which a plan turns a technique on, for images with bit masks."""
+    job = Job.from_cfg(cfg, 1, batch=images(2))
+    return get_technique(name).settings(job, build_model(cfg))
 
 
 def every_anchor_counts(cfg):

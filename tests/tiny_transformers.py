@@ -58,27 +58,6 @@ OPTIONS = {
         **_HYBRID,
         "backbone_config": _resnet("rt_detr_resnet", out_indices=[2, 3, 4]),
     },
-    "d_fine": {
-        **_HYBRID,
-        "backbone_config": {
-            "model_type": "hgnet_v2",
-            "stem_channels": [3, 8, 16],
-            "stage_in_channels": [16, 16, 32, 48],
-            "stage_mid_channels": [8, 8, 16, 16],
-            "stage_out_channels": [16, 32, 48, 64],
-            "stage_num_blocks": [1, 1, 1, 1],
-            "stage_numb_of_layers": [1, 1, 1, 1],
-            "embedding_size": 16,
-            "hidden_sizes": [16, 32, 48, 64],
-            "out_indices": [2, 3, 4],
-        },
-    },
-    "deformable_detr": {
-        **_DECODER,
-        "encoder_layers": 1,
-        "dropout": 0.0,
-        "backbone_config": _resnet("resnet", out_features=["stage2", "stage3", "stage4"]),
-    },
     "mask2former": {
         "backbone_config": _resnet("resnet", out_features=["stage1", "stage2", "stage3", "stage4"]),
         "feature_size": 32,
@@ -89,13 +68,6 @@ OPTIONS = {
         "decoder_layers": 3,
         "num_attention_heads": 4,
         "dim_feedforward": 64,
-        "train_num_points": 112,
-    },
-    "eomt": {
-        "hidden_size": 32,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_blocks": 2,
         "train_num_points": 112,
     },
 }

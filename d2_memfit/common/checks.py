@@ -25,6 +25,7 @@ __all__ = [
     "choice",
     "did_you_mean",
     "fits",
+    "or_none",
     "suggestion",
     "value_of",
     "whole",
@@ -66,6 +67,11 @@ def choice(*values: Any) -> Check:
     quoted = [repr(value) for value in values]
     what = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
     return Check(what, lambda value: type(value) is type(values[0]) and value in values)
+
+
+def or_none(check: Check) -> Check:
+    """A check that None passes, too."""
+    return Check(f"{check.what} or None", lambda value: value is None or check.test(value))
 
 
 def check_device(name: str) -> torch.device:

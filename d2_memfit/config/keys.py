@@ -5,6 +5,7 @@ Defaults, checks, names in LazyConfigs and docs/CONFIG.md follow from its rows. 
 technique is an attribute of its class, in :mod:`d2_memfit.techniques`.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -13,13 +14,23 @@ from typing import Any, NamedTuple
 
 from detectron2.config import CfgNode as CN
 
-from ..common.checks import Check, check_all, check_device, choice, did_you_mean, fits, whole
+from ..common.checks import (
+    Check,
+    check_all,
+    check_device,
+    choice,
+    did_you_mean,
+    fits,
+    or_none,
+    whole,
+)
 from ..data.sizes import shorter_sides
 from ..errors import ConfigError, UnknownKeyError
-from ..techniques import TECHNIQUES, TIERS
+from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS
 
-__all__ = ["KEYS", "Key", "check_arguments", "checks_of", "default_keys", "keys_of", "leaves"]
+__all__ = ["KEYS", "Key", "all_keys", "check_arguments", "checks_of", "default_keys", "keys_of"]
+__all__ += ["leaves"]
 
 
 class Key(NamedTuple):
@@ -34,10 +45,6 @@ class Key(NamedTuple):
     default: Any
     check: Check
     text: str
-
-
-def _or_none(check: Check) -> Check:
-    return Check(f"{check.what} or None", lambda value: value is None or check.test(value))
 
 
 _IMAGES = whole(1, 10**6)
@@ -62,7 +69,7 @@ KEYS = (
     Key("SOLVER.ACCUMULATION_STEPS", 1, _IMAGES,
         "Batches of IMS_PER_BATCH images for one optimizer step. MAX_ITER, STEPS and all periods "
         "count optimizer steps."),
-    Key("MEMFIT.MICRO_BATCH", None, _or_none(whole()),
+    Key("MEMFIT.MICRO_BATCH", None, or_none(whole()),
         "Images of each rank in one forward and backward. The effective batch stays the same. "
         "None: the loader's batch, IMS_PER_BATCH / number of ranks."),
     Key("MEMFIT.AMP_DTYPE", "float16", choice("float16", "bfloat16"),
@@ -87,10 +94,10 @@ KEYS = (
     Key("MEMFIT.NORMALIZERS.LOSSES", [], _COUNTS,
         "What losses are divided by, if the model does not add up a count over ranks: objects, "
         "the annotated objects in the batch; or sum, for a loss that is a sum over images."),
-    Key("MEMFIT.MONITOR.PERIOD", None, _or_none(whole()),
+    Key("MEMFIT.MONITOR.PERIOD", None, or_none(whole()),
         "Iterations between reports of the memory of all ranks, in the log and as scalars "
         "memfit/... None: no reports."),
-    Key("MEMFIT.MONITOR.LEAKS", None, _or_none(whole(40)),
+    Key("MEMFIT.MONITOR.LEAKS", None, or_none(whole(40)),
         "Iterations over which memory must grow steadily for a warning that names the tensors that "
         "grow, such as 400. None: no warning."),
     Key("MEMFIT.MONITOR.SNAPSHOT", False, choice(True, False),
@@ -144,17 +151,24 @@ def keys_of(tree: Mapping[str, Any]) -> list[str]:
     return [key for key, _ in leaves(tree)]
 
 
+def all_keys() -> Iterator[Key]:
+    """All keys of d2_memfit, with those of techniques, also of a project's."""
+    yield from KEYS
+    for t in TECHNIQUES:
+        if t.key:
+            text = (inspect.getdoc(t) or "").partition("\n\nKey: ")[2].partition("\n\n")[0]
+            yield Key(t.key, t.off, t.check, f"{' '.join(text.split())} ({t.tier})")
+
+
 def default_keys() -> CN:
-    """All keys of d2_memfit, with those of techniques."""
+    """The defaults of all keys."""
     cfg = CN()
-    for key in KEYS:
+    for key in all_keys():
         *parents, name = key.name.split(".")
         node = cfg
         for parent in parents:
             node = node.setdefault(parent, CN())
         node[name] = copy(key.default)
-    for _, technique in TECHNIQUES:
-        technique.add_config(cfg)
     return cfg
 
 
@@ -179,12 +193,10 @@ def checks_of(cfg: CN, trains: bool = True) -> Iterator[tuple[Sequence[str], Cal
     """
     values = dict(leaves(cfg))
     checks: dict[str, Callable[[str, Any], Any]] = {**_DETECTRON2}
-    checks |= {key.name: key.check for key in KEYS}
+    checks |= {key.name: key.check for key in all_keys()}
     for key, check in checks.items():
         if trains or not key.startswith("SOLVER."):
             yield [key], partial(check, key, values.get(key))
-    for name, technique in TECHNIQUES:
-        yield [getattr(technique, "key", name)], partial(technique.is_on, cfg)
     if trains:
         yield ["MEMFIT.PLAN.ENABLED", "MEMFIT.BUDGET_GB", "MEMFIT.PRESET"], partial(_budgeted, cfg)
     known = keys_of(default_keys())

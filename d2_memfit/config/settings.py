@@ -14,7 +14,9 @@ from .. import compat
 from ..common.checks import check_all, check_positive_int
 from ..errors import ConfigError
 from ..memory import auto_budget_gb
-from ..techniques import TECHNIQUES, workers_bytes
+from ..techniques.host import workers_bytes
+from ..techniques.registry import TECHNIQUES
+from ..techniques.technique import Technique
 from .cards import PRESETS
 from .keys import check_arguments, checks_of
 from .load import with_memfit_keys, with_settings
@@ -133,12 +135,21 @@ def check_settings(cfg: CfgNode, ranks: Optional[int] = None, trains: bool = Tru
     """
     checks = [*checks_of(cfg, trains)]
     if trains and ranks is not None:
-        for name, technique in TECHNIQUES:
-            checks.append(([getattr(technique, "key", name)], partial(technique.check, cfg, ranks)))
+        for technique in TECHNIQUES:
+            if "ranks" in technique.needs and ranks < 2:
+                checks.append(([technique.key], partial(_check_off, technique, cfg)))
         batch = ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS")
         checks.append((batch, partial(auto_scale_workers, cfg, ranks)))
     check_all(checks)
     return cfg if ranks is None or not trains else auto_scale_workers(cfg, ranks)
+
+
+def _check_off(technique: Technique, cfg: CfgNode) -> None:
+    if technique.is_on(cfg):
+        raise ConfigError(
+            f"{technique.key} shares memory among ranks, and there is one rank. Set it "
+            f"{technique.off}"
+        )
 
 
 def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:

@@ -22,7 +22,7 @@ from ..config.load import without_memfit_keys
 from ..errors import CheckpointError, ConfigError, RankError, one_line
 from ..job import Job, TrainerParts, checked_loader
 from ..memory import enforce_budget
-from ..techniques import apply_techniques, techniques_on
+from ..techniques.registry import apply_techniques, techniques_on
 from .checkpoint import MemfitCheckpointer, checkpointers_of
 from .ending import SaveOnEnding
 from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot, PeakRecorder
@@ -111,8 +111,10 @@ class Run:
         """
         job = self.job
         for part in sorted(self.not_built):
-            for name in techniques_on(part, job.cfg):
-                raise ConfigError(f"technique {name} is on and would do nothing: {why_not}")
+            for technique in techniques_on(part, job.cfg):
+                raise ConfigError(
+                    f"technique {technique.name} is on and would do nothing: {why_not}"
+                )
         self._hooks = job_hooks(job)
         images, steps = job.cfg.SOLVER.IMS_PER_BATCH, job.cfg.SOLVER.ACCUMULATION_STEPS
         text = "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, %d ranks"

@@ -16,7 +16,8 @@ from ..config.settings import RecoveryOptions, Settings
 from ..data.annotation_ids import unique_annotation_ids
 from ..job import checked_test_loaders
 from ..memory import enforce_budget
-from ..techniques import can_have_results_on_host, ready_to_evaluate, results_on_host
+from ..techniques.evaluation_on_host import can_have_results_on_host, results_on_host
+from ..techniques.registry import ready_to_evaluate
 from .oom_log import RAISE, OomEvent, OomLog
 from .retry import run_all, undo
 

@@ -17,7 +17,7 @@ from ..config.settings import RecoveryOptions
 from ..errors import OutOfMemoryError
 from ..job import resize_image
 from ..memory import is_out_of_memory, release_memory
-from ..techniques import checkpointed
+from ..techniques.checkpointing import checkpointed
 from .oom_log import RAISE, OomLog
 from .storage import WindowStorage
 from .window import MicroBatch, Window

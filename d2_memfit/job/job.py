@@ -23,7 +23,7 @@ from ..config.load import get_cfg, merge_memfit, with_settings
 from ..config.precision import Precision
 from ..config.settings import NormalizerOptions, RecoveryOptions, Settings
 from ..errors import ConfigError
-from ..techniques import apply_techniques
+from ..techniques.registry import apply_techniques
 from .given import GivenBatches
 from .loader import checked_loader
 from .parts import GivenParts, LazyParts, LossFn, Parts, TrainerParts
@@ -284,6 +284,11 @@ class Job:
     def normalizers(self) -> NormalizerOptions:
         """Options for the counts that losses are divided by."""
         return self.settings.normalizers
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the model begins with trained weights, or may: a job of pieces loads its own."""
+        return bool(self.cfg.MODEL.WEIGHTS) or isinstance(self.parts, GivenParts)
 
     @property
     def assumptions(self) -> tuple[str, ...]:

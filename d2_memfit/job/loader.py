@@ -20,7 +20,7 @@ from ..data.faults import (
 )
 from ..errors import DataError
 from ..memory import is_loader_out_of_memory
-from ..techniques import SharedDataset, SharedList
+from ..techniques.host import SharedList
 
 __all__ = ["checked_loader", "checked_test_loaders"]
 
@@ -71,7 +71,7 @@ def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
     The first also shares its items with other processes, if MEMFIT.HOST.SHARED_DATASET. This holds
     in all modules that import them: Detectron2's loaders take no other classes.
     """
-    is_shared = SharedDataset.is_on(cfg)
+    is_shared = cfg.MEMFIT.HOST.SHARED_DATASET
 
     def checking(original: Callable[..., Any]) -> Callable[..., Any]:
         def dataset_from_list(items: Any, *args: Any, **kwargs: Any) -> Any:

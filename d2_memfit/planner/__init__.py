@@ -48,7 +48,7 @@ The range, and the margin of plans (``estimate``)
     - More images are on lines through dry runs of 2 and of 3. The memory between the allocator's
       blocks is the same share of the tensors as with 3.
 
-The host (``techniques/host_budget.py``)
+The host (``techniques/host.py``)
     - A rough figure, without the dataset. Offloaded tensors take page-locked memory in powers of
       two (ATen/core/CachingHostAllocator.h).
 """

@@ -26,7 +26,7 @@ from ..job import (
     with_objects,
 )
 from ..memory import segments_expand
-from ..techniques import loader_bytes
+from ..techniques.host import loader_bytes
 from .device import DeviceModel, DeviceUse
 from .errors import one_line_errors
 from .from_run import as_in_run

@@ -24,7 +24,8 @@ from ..config.cards import why_no_card_has
 from ..errors import ConfigError, MemfitError
 from ..job import Job
 from ..memory import available_host_bytes, check_budget
-from ..techniques import TIERS, blocks_of, get_technique, techniques_in_plans
+from ..techniques.checkpointing import blocks_of
+from ..techniques.registry import TECHNIQUES, TIERS, get_technique
 from .device import DeviceModel
 from .errors import one_line_errors
 from .estimate import DryJob, MemoryEstimate, dry_job_of
@@ -250,7 +251,7 @@ class Ladder:
     def _usable(self, tier: str) -> list[str]:
         """Names of a tier's techniques that work here, in their order."""
         if tier not in self._works:
-            names = [name for name in techniques_in_plans(tier) if self._is_usable(name)]
+            names = [t.name for t in TECHNIQUES if t.tier == tier and self._is_usable(t.name)]
             with one_line_errors():
                 self._works[tier] = [*that_work(self._start.job, names)]
         return self._works[tier]
@@ -394,24 +395,27 @@ class Ladder:
             if rung.names[-1] == _CHECKPOINT and rung.blocks:
                 new = {_BLOCKS: [*rung.blocks]}
             elif rung.names[-1] != _MICRO_BATCH:
-                new = get_technique(rung.names[-1]).enabling_settings(job.cfg)
+                technique = get_technique(rung.names[-1])
+                new = technique.settings(job, self._start.session.model)
             self._made[rung] = {**settings, **new}, job.with_settings(new)
         return self._made[rung]
 
     def _is_usable(self, name: str) -> bool:
         """Whether a technique can be turned on here, according to its settings."""
         technique, device, job = get_technique(name), self._start.device, self._start.job
-        if (technique.gpu_only and not device.is_gpu) or technique.min_ranks > job.ranks:
+        needs = technique.needs
+        if ("gpu" in needs and not device.is_gpu) or ("ranks" in needs and job.ranks < 2):
             return False
-        if technique.uses_float16 and device.float16_fails:
+        if "float16" in needs and device.float16_fails:
             card = device.description
             self._leave_out(f"{name}: left out, float16 is known to fail on {card}")
             return False
-        if technique.uses_float16 and not (device.is_gpu or has_kernels_for_bfloat16()):
+        if "float16" in needs and not (device.is_gpu or has_kernels_for_bfloat16()):
             self._leave_out(f"{name}: left out, PyTorch has no fast 16 bits on this CPU")
             return False
         try:
-            return job.with_settings(technique.enabling_settings(job.cfg)).cfg != job.cfg
+            settings = technique.settings(job, self._start.session.model)
+            return job.with_settings(settings).cfg != job.cfg
         except MemfitError as e:
             self._progress(f"{name} is left out: {e}")
             return False
@@ -521,7 +525,7 @@ def _matters_in_evaluation(name: str) -> bool:
     if name == _MICRO_BATCH:
         return False
     technique = get_technique(name)
-    return technique.tier == "recipe" or technique.in_evaluation
+    return technique.tier == "recipe" or "evaluation" in technique.needs
 
 
 def _saved_by_blocks(timeline: Timeline, factor: float) -> tuple[Counter[str], Counter[str]]:

@@ -19,7 +19,7 @@ from ..config.precision import Precision
 from ..errors import MemfitError
 from ..job import Job, LossFn, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
-from ..techniques import get_technique, ready_to_evaluate
+from ..techniques.registry import get_technique, ready_to_evaluate
 from .compiled_operators import compiled_operators
 from .dry_run import DryRun, WithoutValues, noted_calls
 from .matching import fast_matching
@@ -199,10 +199,10 @@ def that_work(job: Job, names: Sequence[str]) -> Iterator[str]:
         parts = {"model": model, "evaluation": model, "optimizer": optimizer}
         for name in names:
             technique = get_technique(name)
-            cfg = job.with_settings(technique.enabling_settings(job.cfg)).cfg
             with suppress(MemfitError):
                 if technique.part in parts:
-                    technique.apply(parts[technique.part], cfg)
+                    value = technique.suggest(job, model)
+                    technique.apply(parts[technique.part], value)
                 yield name
 
 

@@ -90,7 +90,7 @@ Event = Union[Change, Workspace]
 
 @dataclass
 class BlockCall:
-    """The forward of a block of the model, one of ``techniques.find_blocks``.
+    """The forward of a block of the model, one of ``techniques.blocks.find_blocks``.
 
     Attributes:
         name: name of the module.

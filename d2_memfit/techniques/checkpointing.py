@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Callable, Optional
 
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling import Backbone
 from detectron2.utils.events import EventStorage
 from detectron2.utils.logger import log_first_n
@@ -29,15 +28,14 @@ from ..compat.pytorch import (
 from ..errors import ConfigError
 from .blocks import find_blocks
 from .modules import find_modules, wrap_method
-from .registry import TECHNIQUES, ModulesTechnique
+from .technique import Technique
 
 __all__ = ["ActivationCheckpointing", "Recomputed", "blocks_of", "checkpointed"]
 
 _READY_MADE = ("backbone", "all")
 
 
-@TECHNIQUES.register()
-class ActivationCheckpointing(ModulesTechnique):
+class ActivationCheckpointing(Technique):
     """Makes modules keep only their inputs for the backward, which recomputes the rest.
 
     Saves the activations within these modules. Costs a second forward of them, a quarter to a third
@@ -53,38 +51,29 @@ class ActivationCheckpointing(ModulesTechnique):
     stages, encoder and decoder layers, necks, heads. [] is none.
     """
 
-    tier = "exact"
-    part = "model"
-    order = 1  # recomputation must include what other techniques do in a forward
-    key = "MEMFIT.CHECKPOINT.MODULES"
+    key, off = "MEMFIT.CHECKPOINT.MODULES", []
 
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.CHECKPOINT.MODULES": ["all"]}
+    def suggest(self, job: Any, model: nn.Module) -> Optional[list[str]]:
+        return ["all"] if find_blocks(model) else None
 
-    @classmethod
-    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        patterns = _patterns(model, cfg.MEMFIT.CHECKPOINT.MODULES)
-        for module in find_modules(model, cls.key, patterns):
+    def apply(self, model: nn.Module, patterns: Sequence[str]) -> nn.Module:
+        for module in find_modules(model, self.key, _named(model, patterns)):
             wrap_method(module, "forward", _recomputed_forward, Recomputed())
         return model
 
 
-def _patterns(model: nn.Module, choices: Sequence[str]) -> list[str]:
+def _named(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Replace ready-made choices by the names of their blocks; keep patterns."""
-    patterns = []
-    for choice in choices:
-        if choice in _READY_MADE:
-            blocks = blocks_of(model, choice)
-            if not blocks and choice not in dict(model.named_modules()):
-                raise ConfigError(
-                    f"MEMFIT.CHECKPOINT.MODULES: {choice!r} finds no blocks in this model. Name "
-                    "modules of it, or set []"
-                )
-            patterns += blocks or [choice]
-        else:
-            patterns.append(choice)
-    return patterns
+    names = []
+    for pattern in patterns:
+        blocks = blocks_of(model, pattern) if pattern in _READY_MADE else [pattern]
+        if not blocks and pattern not in dict(model.named_modules()):
+            raise ConfigError(
+                f"{ActivationCheckpointing.key}: {pattern!r} finds no blocks in this model. Name "
+                "modules of it, or set []"
+            )
+        names += blocks or [pattern]
+    return names
 
 
 def blocks_of(model: nn.Module, choice: str) -> list[str]:

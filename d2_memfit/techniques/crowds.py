@@ -5,10 +5,9 @@ import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial, wraps
 from inspect import signature
-from typing import Any
+from typing import Any, Optional
 
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes
 from detectron2.utils.logger import log_first_n
@@ -17,7 +16,7 @@ from torch import nn
 from ..common.patching import replaced_together, source_files
 from ..errors import ConfigError
 from .modules import wrap_method
-from .registry import TECHNIQUES, PositiveIntTechnique
+from .technique import Technique
 
 __all__ = ["ChunkedMatching", "DenoisingQueries", "pairwise_iou_in_chunks"]
 
@@ -25,8 +24,7 @@ __all__ = ["ChunkedMatching", "DenoisingQueries", "pairwise_iou_in_chunks"]
 _MAKERS = ("get_contrastive_denoising_training_group", "prepare_for_cdn")
 
 
-@TECHNIQUES.register()
-class ChunkedMatching(PositiveIntTechnique):
+class ChunkedMatching(Technique):
     """Matches anchors or proposals to instances in chunks, with Detectron2's labels.
 
     Saves the matrices of anchors x instances, of which Detectron2 holds about six at a time: 2 GB
@@ -38,26 +36,25 @@ class ChunkedMatching(PositiveIntTechnique):
     Key: Anchors that are matched to an image's instances at a time. None: all, as in Detectron2.
     """
 
-    tier = "exact"
-    part = "model"
     key = "MEMFIT.MATCHING.CHUNK_SIZE"
 
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.MATCHING.CHUNK_SIZE": 4096}
+    def suggest(self, job: Any, model: nn.Module) -> Optional[int]:
+        return 4096 if _matching_modules(model) else None
 
-    @classmethod
-    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        found = {module: _kinds_of_matchers(module) for module in model.modules()}
-        modules = [module for module, kinds in found.items() if kinds == {Matcher}]
+    def apply(self, model: nn.Module, chunk_size: int) -> nn.Module:
+        modules = _matching_modules(model)
         if not modules:
             raise ConfigError(
-                f"{cls.key}: the model has no Matcher of Detectron2, so nothing would change. Set "
+                f"{self.key}: the model has no Matcher of Detectron2, so nothing would change. Set "
                 "it None"
             )
         for module in modules:
-            wrap_method(module, "forward", _forward_in_chunks, cfg.MEMFIT.MATCHING.CHUNK_SIZE)
+            wrap_method(module, "forward", _forward_in_chunks, chunk_size)
         return model
+
+
+def _matching_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if _kinds_of_matchers(module) == {Matcher}]
 
 
 def _kinds_of_matchers(module: nn.Module) -> set[type]:
@@ -150,8 +147,7 @@ class _PairwiseIou:
         return getattr(torch.cat(list(self._chunks()), dim=1), name)
 
 
-@TECHNIQUES.register()
-class DenoisingQueries(PositiveIntTechnique):
+class DenoisingQueries(Technique):
     """Leaves denoising queries out of forwards with crowded images, in DINO-like models.
 
     Saves the decoder's memory for two queries of each object, and the attention among them: they
@@ -162,24 +158,18 @@ class DenoisingQueries(PositiveIntTechnique):
     Key: A forward with an image of more objects has no denoising queries. None: as in the project.
     """
 
-    tier = "recipe"
+    tier, key = "recipe", "MEMFIT.CRITERION.DENOISING_QUERIES"
     changes = "a forward with an image of more objects has no denoising queries"
-    part = "model"
-    key = "MEMFIT.CRITERION.DENOISING_QUERIES"
 
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        kind = cfg.get("TRANSFORMERS", {}).get("TYPE")
-        return {cls.key: 100} if kind in ("rt_detr_v2", "d_fine") else {}
+    def suggest(self, job: Any, model: nn.Module) -> Optional[int]:
+        return 100 if _makers(model) else None
 
-    @classmethod
-    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
+    def apply(self, model: nn.Module, limit: int) -> nn.Module:
         if not _makers(model):
             raise ConfigError(
-                f"{cls.key}: no class of the model calls {' or '.join(_MAKERS)}, so nothing would "
+                f"{self.key}: no class of the model calls {' or '.join(_MAKERS)}, so nothing would "
                 "change. Set it None"
             )
-        limit = cfg.MEMFIT.CRITERION.DENOISING_QUERIES
         wrap_method(model, "forward", _forward_with_limit, limit)
         return model
 

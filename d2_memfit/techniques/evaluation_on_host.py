@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Callable, Optional
 
 import torch
-from detectron2.config import CfgNode
 from detectron2.layers import paste_masks_in_image
 from detectron2.structures import Boxes, Instances
 from torch import nn
@@ -15,7 +14,7 @@ from ..compat.pytorch import tree_map, without_torch_function
 from ..errors import ConfigError
 from ..memory import on_host
 from .modules import wrap_method
-from .registry import TECHNIQUES, BooleanTechnique
+from .technique import Technique
 
 __all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
 
@@ -23,8 +22,7 @@ __all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
 _POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
 
 
-@TECHNIQUES.register()
-class EvaluationOnHost(BooleanTechnique):
+class EvaluationOnHost(Technique):
     """Makes image-sized masks on the host: pasted masks one at a time, masks of queries together.
 
     Saves the image-sized masks of all detections on the device. 100 masks of 5000 x 5000 pixels
@@ -38,16 +36,16 @@ class EvaluationOnHost(BooleanTechnique):
     Key: Whether results are resized to the image on the host, and pasted masks one at a time.
     """
 
-    tier = "exact"
-    part = "evaluation"
-    in_evaluation = True
-    key = "MEMFIT.EVALUATION.ON_HOST"
+    part, needs = "evaluation", frozenset({"evaluation"})
+    key, off = "MEMFIT.EVALUATION.ON_HOST", False
 
-    @classmethod
-    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
+    def suggest(self, job: Any, model: nn.Module) -> Optional[bool]:
+        return can_have_results_on_host(model) or None
+
+    def apply(self, model: nn.Module, value: bool) -> nn.Module:
         if not can_have_results_on_host(model):
             raise ConfigError(
-                f"MEMFIT.EVALUATION.ON_HOST: the files of the {type(model).__name__} call neither "
+                f"{self.key}: the files of the {type(model).__name__} call neither "
                 f"{' nor '.join(_POSTPROCESSING)} of Detectron2, so nothing would change. Set it "
                 "False"
             )

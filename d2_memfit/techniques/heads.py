@@ -2,10 +2,9 @@
 """Mask and keypoint heads that process a few proposals at a time."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import torch
-from detectron2.config import CfgNode
 from detectron2.modeling.roi_heads import BaseKeypointRCNNHead, BaseMaskRCNNHead
 from torch import nn
 
@@ -14,15 +13,12 @@ from ..compat.pytorch import BatchNorm
 from ..errors import ConfigError
 from .checkpointing import Recomputed
 from .modules import wrap_method
-from .registry import TECHNIQUES, PositiveIntTechnique
+from .technique import Technique
 
 __all__ = ["ChunkedHeads"]
 
-_HEADS = (BaseMaskRCNNHead, BaseKeypointRCNNHead)
 
-
-@TECHNIQUES.register()
-class ChunkedHeads(PositiveIntTechnique):
+class ChunkedHeads(Technique):
     """Runs mask and keypoint heads on a few proposals at a time, and again for the backward.
 
     Saves these layers' activations except for one chunk; they grow with the number of objects in an
@@ -34,38 +30,35 @@ class ChunkedHeads(PositiveIntTechnique):
     Detectron2.
     """
 
-    tier = "exact"
-    part = "model"
     key = "MEMFIT.HEADS.CHUNK_SIZE"
 
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        has_heads = cfg.MODEL.MASK_ON or cfg.MODEL.KEYPOINT_ON
-        return {"MEMFIT.HEADS.CHUNK_SIZE": 32} if has_heads else {}
+    def suggest(self, job: Any, model: nn.Module) -> Optional[int]:
+        return 32 if _heads(model) else None
 
-    @classmethod
-    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        heads = [m for m in model.modules() if isinstance(m, _HEADS)]
-        if not heads:
+    def apply(self, model: nn.Module, chunk_size: int) -> nn.Module:
+        if not _heads(model):
             raise ConfigError(
-                f"{cls.key}: the model has no mask or keypoint head of Detectron2, so nothing "
+                f"{self.key}: the model has no mask or keypoint head of Detectron2, so nothing "
                 "would change. Set it None"
             )
-        for head in heads:
+        for head in _heads(model):
             name = type(head).__name__
             if any(isinstance(m, BatchNorm) for m in head.modules()):
                 raise ConfigError(
-                    f"{cls.key}: the {name} has batch normalisation, whose statistics are those of "
-                    "all proposals. Set it None, or the head's NORM GN"
+                    f"{self.key}: the {name} has batch normalisation, whose statistics are those "
+                    "of all proposals. Set it None, or the head's NORM GN"
                 )
             if not has_name(type(head).forward.__code__, "layers"):
                 raise ConfigError(
-                    f"{cls.key}: the {name} has its own forward, without layers. Set it None"
+                    f"{self.key}: the {name} has its own forward, without layers. Set it None"
                 )
-            wrap_method(
-                head, "layers", _layers_in_chunks, Recomputed(), cfg.MEMFIT.HEADS.CHUNK_SIZE
-            )
+            wrap_method(head, "layers", _layers_in_chunks, Recomputed(), chunk_size)
         return model
+
+
+def _heads(model: nn.Module) -> list[nn.Module]:
+    heads = (BaseMaskRCNNHead, BaseKeypointRCNNHead)
+    return [module for module in model.modules() if isinstance(module, heads)]
 
 
 def _layers_in_chunks(

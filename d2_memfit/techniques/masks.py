@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from detectron2.config import CfgNode
 from detectron2.structures import BitMasks, Instances
 from detectron2.utils.logger import log_first_n
 from torch import nn
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..common.patching import File, Groups, files_of_classes, replaced_together, source_files
 from ..compat.pytorch import make_wrapper, schema, tree_map, without_torch_function
 from .modules import wrap_method
-from .registry import TECHNIQUES, BooleanTechnique
+from .technique import Technique
 
 __all__ = ["MaskBits", "PackedMasks", "pack_masks"]
 
@@ -45,8 +44,7 @@ _PADDING = ("prepare_targets", "nested_tensor_from_tensor_list", "_pad_images_to
 _padding: WeakKeyDictionary[nn.Module, Groups] = WeakKeyDictionary()
 
 
-@TECHNIQUES.register()
-class PackedMasks(BooleanTechnique):
+class PackedMasks(Technique):
     """Keeps the bit masks of objects as bits, which proposals and queries share without copies.
 
     Saves the masks of all objects as numbers, and copies of them. Mask2Former has 10 GB of them for
@@ -60,18 +58,16 @@ class PackedMasks(BooleanTechnique):
     Key: Whether objects' masks are kept as bits during a forward, an eighth of a byte a pixel.
     """
 
-    tier = "exact"
-    part = "model"
-    key = "MEMFIT.MASKS.PACKED"
+    key, off = "MEMFIT.MASKS.PACKED", False
 
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        has_bitmasks = cfg.MODEL.MASK_ON and cfg.INPUT.MASK_FORMAT == "bitmask"
-        has_queries = "TRANSFORMERS" in cfg or "MASK_FORMER" in cfg.MODEL
-        return {cls.key: True} if has_bitmasks or has_queries else {}
+    def suggest(self, job: Any, model: nn.Module) -> Optional[bool]:
+        batch = job.training_batch(1)  # what masks it has does not follow from the model
+        columns = batch if isinstance(batch, tuple) else (batch,)
+        names = getattr(batch, "_fields", [""] * len(columns))
+        packed = (with_packed_masks(list(c), name) for name, c in zip(names, columns))
+        return any(map(_has_bits, packed)) or None
 
-    @classmethod
-    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
+    def apply(self, model: nn.Module, value: bool) -> nn.Module:
         wrap_method(model, "forward", _forward_with_packed_masks)
         return model
 

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from ..common.checks import did_you_mean
 from ..errors import ConfigError
 
-__all__ = ["find_modules", "has_forward", "has_known_step", "wrap_method"]
+__all__ = ["find_modules", "has_forward", "wrap_method"]
 
 
 def find_modules(model: nn.Module, key: str, patterns: Sequence[str]) -> list[nn.Module]:
@@ -67,8 +66,3 @@ def wrap_method(module: nn.Module, name: str, around: Callable[..., Any], *setti
     """
     method = vars(module).get(name) or partial(getattr(type(module), name), module)
     setattr(module, name, partial(around, module, method, *settings))
-
-
-def has_known_step(cls: type[Optimizer]) -> bool:
-    """Whether an optimizer's step is PyTorch's, or Detectron2's with per-parameter clipping."""
-    return cls.step.__module__.startswith(("torch.optim.", "detectron2.solver."))

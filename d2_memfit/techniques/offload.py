@@ -1,15 +1,13 @@
 # Copyright (c) the d2_memfit developers.
 """Offloading of activations to the host's RAM until the backward."""
 
-import logging
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, Optional, Union, cast
 
 import torch
-from detectron2.config import CfgNode
 from torch import nn
 
 from ..common.units import MB
@@ -18,19 +16,16 @@ from ..errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host
 from .masks import MaskBits
 from .modules import find_modules, wrap_method
-from .registry import TECHNIQUES, ModulesTechnique
+from .technique import Technique
 
 __all__ = ["MOST_IN_FLIGHT", "ActivationOffload"]
-
-logger = logging.getLogger(__name__)
 
 _SMALLEST_BYTES = 2**20  # smaller tensors are not worth a copy
 MOST_IN_FLIGHT = 2  # copies to the host at a time
 _LEAST_LEFT_BYTES = 2**28  # of the host's memory
 
 
-@TECHNIQUES.register()
-class ActivationOffload(ModulesTechnique):
+class ActivationOffload(Technique):
     """Copies the tensors that modules save for the backward to the host, and back when needed.
 
     Saves these modules' activations on the device or, with checkpointing inside them, the kept
@@ -43,26 +38,14 @@ class ActivationOffload(ModulesTechnique):
     such as "backbone.bottom_up.res2" or "roi_heads"; "*" is all of the model. [] is none.
     """
 
-    tier = "exact"
-    part = "model"
-    gpu_only = True
-    order = 2  # kept inputs of checkpoints are offloaded, too
-    key = "MEMFIT.OFFLOAD.MODULES"
+    key, off, needs = "MEMFIT.OFFLOAD.MODULES", [], frozenset({"gpu"})
 
-    @classmethod
-    def enabling_settings(cls, cfg: CfgNode) -> dict[str, Any]:
-        return {"MEMFIT.OFFLOAD.MODULES": ["*"]}  # all, whatever their names
+    def suggest(self, job: Any, model: nn.Module) -> list[str]:
+        return ["*"]  # all, whatever their names
 
-    @classmethod
-    def apply(cls, model: nn.Module, cfg: CfgNode) -> nn.Module:
-        device = next(model.parameters()).device
-        if torch.device(cfg.MODEL.DEVICE).type == "cpu":
-            logger.warning(
-                "MEMFIT.OFFLOAD.MODULES saves nothing with MODEL.DEVICE cpu, where activations are "
-                "on the host already"
-            )
-        offload = _Offload(device)
-        for module in find_modules(model, cls.key, cfg.MEMFIT.OFFLOAD.MODULES):
+    def apply(self, model: nn.Module, patterns: Sequence[str]) -> nn.Module:
+        offload = _Offload(next(model.parameters()).device)
+        for module in find_modules(model, self.key, patterns):
             wrap_method(module, "forward", _offloaded_forward, offload)
         return model
 

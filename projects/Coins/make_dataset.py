@@ -70,14 +70,15 @@ def random_view(
     return image, mask
 
 
-def coin_annotation(mask: NDArray[np.bool_]) -> dict[str, Any]:
+def coin_annotation(mask: NDArray[np.bool_], left: int = 0, top: int = 0) -> dict[str, Any]:
     """COCO's annotation of one coin, without its ids.
 
     Args:
         mask: (H, W) bool.
+        left, top: place of the mask in the image.
     """
     contours, _ = cv2.findContours(
-        mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE
+        mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(left, top)
     )
     polygon = max(contours, key=cv2.contourArea)
     x, y, w, h = cv2.boundingRect(polygon)
@@ -107,19 +108,12 @@ def make_dataset(folder: Path, seed: int = 0) -> None:
             image, mask = random_view(photograph[rows], labels[rows], rng)
             name = f"{image_id:03d}.png"
             write_png(folder / split / name, image)
-            height, width = image.shape
-            coco["images"].append(
-                {"id": image_id, "file_name": name, "height": height, "width": width}
-            )
+            size = dict(zip(("height", "width"), image.shape))
+            coco["images"].append({"id": image_id, "file_name": name, **size})
             for coin in np.unique(mask[mask > 0]):
                 if (mask == coin).sum() >= MIN_VISIBLE_PIXELS:
-                    coco["annotations"].append(
-                        {
-                            "id": len(coco["annotations"]) + 1,
-                            "image_id": image_id,
-                            **coin_annotation(mask == coin),
-                        }
-                    )
+                    ids = {"id": len(coco["annotations"]) + 1, "image_id": image_id}
+                    coco["annotations"].append({**ids, **coin_annotation(mask == coin)})
         with output_file(folder / f"{split}.json", "w") as file:
             json.dump(coco, file)
 

@@ -11,12 +11,9 @@ from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 ignore_warnings_of_libraries()
 
 import argparse
-import shlex
-from pathlib import Path
 
 from detectron2.config import CfgNode
 from detectron2.engine import default_argument_parser, default_setup
-from detectron2.utils import comm
 from tiled_images import TiledTrainer, fit_tiled_config, load_tiled_cfg
 
 from d2_memfit import MemfitMixin
@@ -54,12 +51,6 @@ def main(args: argparse.Namespace) -> None:
     trainer = Trainer(fit_tiled_config(cfg))
     trainer.resume_or_load(resume=args.resume)
     trainer.train()
-    if comm.is_main_process():
-        weights = trainer.checkpointer.get_checkpoint_file()
-        words = ["python", str(Path(__file__).with_name("predict.py"))]
-        words += ["--config-file", f"{cfg.OUTPUT_DIR}/config.yaml", "--input", "IMAGE"]
-        words += ["--output", "found.json", "--opts", "MODEL.WEIGHTS", weights]
-        print(f"Written: {weights}\nNext, find objects in images:\n  {shlex.join(words)}")
 
 
 @exit_on_error

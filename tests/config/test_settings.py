@@ -33,7 +33,7 @@ def of_lazy(**train):
 
 STEPS = "must be a positive integer up to 1000000, got 0"
 SIZE = "must be a positive integer or None, got 1.5"
-CHUNK = "must be a positive integer, got 1.5"
+CHUNK = "must be a positive integer or None, got 1.5"
 POLICY = "must be 'raise' or 'split', got 'wait'"
 WAYS = {
     "yacs": (

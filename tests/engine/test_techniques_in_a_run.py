@@ -7,10 +7,10 @@ import pytest
 import torch
 from detectron2.engine import hooks
 from detectron2.utils.env import seed_all_rng
-from tiny import parameters, relative_difference, run_process, tiny_cfg
+from tiny import parameters, relative_difference, run_process, suggested, tiny_cfg
 
 from d2_memfit import MemfitTrainer
-from d2_memfit.techniques import TECHNIQUES
+from d2_memfit.techniques.registry import TECHNIQUES
 
 pytestmark = pytest.mark.slow
 
@@ -48,9 +48,10 @@ class Trainer(Reseeded, MemfitTrainer):
 
 def with_all_exact_techniques(cfg):
     cfg = cfg.clone()
-    for name, technique in TECHNIQUES:
-        if technique.tier == "exact" and name != "ShardedOptimizerStates":  # that needs two ranks
-            for key, value in technique.enabling_settings(cfg).items():
+    cfg.MEMFIT.HOST.SHARED_DATASET, cfg.MEMFIT.HOST.BUDGET_GB = True, 1000
+    for technique in TECHNIQUES:
+        if technique.tier == "exact" and "ranks" not in technique.needs:
+            for key, value in suggested(technique.name, cfg).items():
                 cfg.merge_from_list([key, value])
     cfg.MEMFIT.MATCHING.CHUNK_SIZE, cfg.MEMFIT.HEADS.CHUNK_SIZE = 100, 5
     return cfg

@@ -27,6 +27,7 @@ from tiny import (
     images,
     parameters,
     relative_difference,
+    suggested,
     tiny_cfg,
     tiny_model,
 )
@@ -51,12 +52,13 @@ from d2_memfit.memory import (
     release_memory,
 )
 from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
-from d2_memfit.techniques import TECHNIQUES, apply_techniques, offload
+from d2_memfit.techniques import offload
+from d2_memfit.techniques.registry import TECHNIQUES, apply_techniques
 
 pytestmark = pytest.mark.slow
 
 CASE = WorstCase((480, 640), 30)
-EXACT = sorted(name for name, t in TECHNIQUES if t.tier == "exact" and t.part == "model")
+EXACT = [t.name for t in TECHNIQUES if t.tier == "exact" and t.part == "model"]
 
 GPU = pytest.param(
     "cuda:0",
@@ -404,7 +406,7 @@ def test_exact_techniques_keep_gradients_and_take_no_more_memory(names, device, 
         cfg = tiny_cfg("mask_rcnn", device=device)
         cfg.INPUT.MASK_FORMAT = "bitmask"
         for name in names:
-            cfg = with_settings(cfg, dict(TECHNIQUES)[name].enabling_settings(cfg))
+            cfg = with_settings(cfg, suggested(name, cfg))
         model = apply_techniques("model", tiny_model(cfg), cfg)
         batch = images(2, size=side(device))
         for _ in range(2):  # the first warms up

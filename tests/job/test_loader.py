@@ -17,7 +17,7 @@ from d2_memfit import MemfitTrainer
 from d2_memfit.cli import train
 from d2_memfit.errors import DataError
 from d2_memfit.job import checked_loader, checked_test_loaders
-from d2_memfit.techniques.shared_dataset import SharedList
+from d2_memfit.techniques.host import SharedList
 
 NAME = "registered"
 

@@ -16,7 +16,8 @@ from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.plan_file import planned, planned_yaml
-from d2_memfit.techniques import apply_techniques, offload
+from d2_memfit.techniques import offload
+from d2_memfit.techniques.registry import apply_techniques
 
 KEYS = ("MEMFIT.CHECKPOINT.MODULES", "MEMFIT.OFFLOAD.MODULES")
 

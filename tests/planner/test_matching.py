@@ -11,7 +11,7 @@ from d2_memfit.job import boxes_anywhere
 from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.matching import fast_matching
 from d2_memfit.planner.meta import is_fake
-from d2_memfit.techniques import pairwise_iou_in_chunks
+from d2_memfit.techniques.crowds import pairwise_iou_in_chunks
 
 optimize = pytest.importorskip("scipy.optimize")
 linear_sum_assignment = optimize.linear_sum_assignment  # as matchers import it

@@ -233,7 +233,7 @@ def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(m
     def fails(*args, **kwargs):
         raise RuntimeError("no heads")
 
-    def broken(model, cfg):
+    def broken(self, model, value):
         model.roi_heads.forward = fails
         return model
 
@@ -249,15 +249,27 @@ def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(m
 
 def test_techniques_that_only_run_alone_do_not_end_a_plan(monkeypatch):
     from d2_memfit.techniques.checkpointing import ActivationCheckpointing
+    from d2_memfit.techniques.heads import ChunkedHeads
 
     apply = ActivationCheckpointing.apply
 
-    def with_chunks_it_is_broken(model, cfg):
-        if cfg.MEMFIT.HEADS.CHUNK_SIZE is not None or cfg.SOLVER.AMP.ENABLED:
-            raise RuntimeError("not both")
-        return apply(model, cfg)
+    def with_chunks_it_is_broken(self, model, value):
+        model = apply(self, model, value)
+        model.is_checkpointed = True
+        return model
 
+    def fails(*args, **kwargs):
+        raise RuntimeError("not both")
+
+    def with_checkpointing_it_is_broken(self, model, value):
+        model = of_heads(self, model, value)
+        if getattr(model, "is_checkpointed", False):
+            model.roi_heads.forward = fails
+        return model
+
+    of_heads = ChunkedHeads.apply
     monkeypatch.setattr(ActivationCheckpointing, "apply", with_chunks_it_is_broken)
+    monkeypatch.setattr(ChunkedHeads, "apply", with_checkpointing_it_is_broken)
     p = plan(small_job(1), 0.5, batch=SMALL, allow=["exact"])
     assert not p.fits  # the smallest one is known all the same
     assert "MEMFIT.CHECKPOINT.MODULES" in p.settings

@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """What scripts of projects end with: the command that comes next works when it is pasted."""
 
-import json
-
 import pytest
 from forks import run_forked
 from pasted import paste
@@ -33,16 +31,3 @@ def test_from_coins_to_a_lazy_config(tmp_path):
     trained = run(tmp_path, "-m", "d2_memfit", "train", "--config-file", config, *short)
     paste(trained, tmp_path, FOLDER="output/coins/dataset/val")
     assert pictures_in(tmp_path) == 16
-
-
-def test_from_large_images_to_pictures_of_their_objects(tmp_path):
-    pytest.importorskip("rasterio", reason="the optional extra rasterio")
-    script = PROJECTS / "TiledImages" / "make_large_images.py"
-    made = run(tmp_path, script, "large", "--size", 600, "--images", 1)
-    small = ["--size", 600, "--images", 1]
-    both = paste(made, tmp_path, *small)
-    trained = paste(both, tmp_path, *SHORT, "OUTPUT_DIR", "output")
-    found = paste(trained, tmp_path, IMAGE="large/val/000.tif")
-    assert json.loads((tmp_path / "found.json").read_text())
-    paste(found, tmp_path, IMAGE="large/val/000.tif")
-    assert pictures_in(tmp_path) == 1

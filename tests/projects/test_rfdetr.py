@@ -1,27 +1,23 @@
 # Copyright (c) the d2_memfit developers.
 """rfdetr's own training: memory, recovery and gradients."""
 
-import math
 import warnings
-from functools import partial
 
 import pytest
 import torch
-from detectron2.utils.events import EventStorage
 from injection import InjectedTrainer, Injector
 from tiny import parameters, relative_difference
 
-from d2_memfit.engine.build import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.steps import Session
 
 pytest.importorskip("rfdetr")
 lightning = pytest.importorskip("pytorch_lightning")
-from rfdetr.config import MultiScale, RFDETRNanoConfig, RFDETRSegNanoConfig, TrainConfig  # noqa: E402
+from rfdetr.config import RFDETRNanoConfig, RFDETRSegNanoConfig, TrainConfig  # noqa: E402
 from rfdetr.models import criterion  # noqa: E402
 from rfdetr.training import RFDETRModelModule  # noqa: E402
 from rfdetr.utilities.tensors import collate_fn  # noqa: E402
-from window_module import Columns, WindowModule, job_of  # noqa: E402
+from window_module import WindowModule, job_of  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -75,67 +71,6 @@ def test_the_estimate_has_the_bytes_of_a_computed_step(kind, computing):
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
     print(f"{kind}: {peak:,} bytes estimated, {expected:,} computed")
     assert peak == pytest.approx(expected, rel=0.005)
-
-
-def test_the_estimate_is_of_the_largest_scale():
-    model_config, train_config = configs_of()
-    several = train_config.model_copy(update={"multi_scale": MultiScale.PER_BATCH})
-    sides = [
-        job_of(model_config, c, 5, "cpu").training_batch(1).images[0].shape[-1]
-        for c in (train_config, several)
-    ]
-    assert sides[0] == 64 < sides[1]
-
-
-@pytest.fixture
-def two_threads():
-    """With one thread, the longer sums of float32 take the gradients 2e-5 apart, not 7e-6."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-@pytest.mark.long  # the weights of two steps are compared below
-@pytest.mark.parametrize(
-    ("kind", "dtype", "objects", "most"),
-    [
-        ("boxes", torch.float64, slice(None), 1e-10),
-        ("boxes", torch.float64, slice(0), 1e-10),  # rfdetr divides by 1 then
-        ("masks", torch.float32, slice(None), 2e-5),
-    ],
-)
-def test_micro_batches_have_the_gradients_of_the_full_batch(
-    kind, dtype, objects, most, monkeypatch, two_threads
-):
-    """Masks are compared at random points: here always the same ones.
-
-    rfdetr computes masks in float32 alone.
-    """
-    model_config, train_config = configs_of(kind)
-    images, targets = collate_fn(samples(model_config, NUM_IMAGES))
-    images.tensors = images.tensors.to(dtype)
-    targets = [{name: value[objects] for name, value in t.items()} for t in targets]
-    batch = Columns.from_batch((images, [{**t, "boxes": t["boxes"].to(dtype)} for t in targets]))
-    monkeypatch.setattr(torch, "rand", partial(_same_for_all, dtype))
-    gradients = []
-    for micro_batch_size in (None, 1):
-        job = job_of(model_config, train_config, 5, "cpu", micro_batch_size=micro_batch_size)
-        torch.manual_seed(0)
-        model = job.parts.build_model("cpu").to(dtype)
-        trainer = build_trainer(job, model, data_loader=())
-        with EventStorage():
-            trainer.accumulate(batch)
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    distance = relative_difference(*gradients)
-    print(f"{kind}: {distance:.0e} from the gradients of the full batch")
-    assert distance < most
-
-
-def _same_for_all(dtype, *shape, device=None):
-    """The same points for each object."""
-    values = torch.linspace(0.1, 0.9, math.prod(shape[1:]), dtype=dtype)
-    return values.view(1, *shape[1:]).repeat(shape[0], *[1] * (len(shape) - 1))
 
 
 class InjectedModule(WindowModule):
@@ -228,18 +163,6 @@ def test_techniques_of_a_plan_are_applied(tmp_path):
     path = "model.backbone.0.encoder.encoder.encoder.layer.0"
     layers = [t.lightning_module.get_submodule(path) for t in (plain, ours)]
     assert ["forward" in vars(layer) for layer in layers] == [False, True]  # is recomputed
-
-
-@pytest.mark.long
-def test_bfloat16_is_that_of_lightning(tmp_path):
-    options = {"device": "cpu", "micro_batch_size": 2}
-    _, expected, _ = trained(tmp_path, precision="bf16-mixed")
-    in_bf16 = {"precision": "bf16-mixed", "config": {"amp_dtype": "bf16"}}
-    _, cut, _ = trained(tmp_path, WindowModule, **in_bf16, **options)
-    _, in_32, _ = trained(tmp_path, WindowModule, **options)
-    distances = [relative_difference(weights, expected) for weights in (cut, in_32)]
-    print(distances)
-    assert distances[0] < distances[1]
 
 
 def test_settings_that_do_not_go_together_are_errors(tmp_path):

@@ -9,24 +9,17 @@ from detectron2.modeling import build_model
 from detectron2.structures import Boxes, BoxMode, Instances
 from forks import run_forked
 from pycocotools import mask as coco_mask
-from tiled_images import (
-    BalancedTileSampler,
-    ImageReader,
-    TiledDataset,
-    TiledPredictor,
-    TileMapper,
-    build_tiled_train_loader,
-    load_tiled_cfg,
-)
+from tiled_images import TiledPredictor, load_tiled_cfg
 from tiled_images.clip import clip_annotation
-from tiled_images.dataset import tiles_showing
+from tiled_images.dataset import TiledDataset
+from tiled_images.mapper import TileMapper, repeat_factors
 from tiled_images.planning import with_datasets_of_tiles
+from tiled_images.reader import ImageReader
 from tiny import ROOT, read_metrics
 
 from d2_memfit import Job
 from d2_memfit.errors import ConfigError, DataError
-from d2_memfit.predict.files import results_file
-from d2_memfit.predict.tiles import Detection, Grid, Tile, to_coco
+from d2_memfit.predict.tiles import Detection, Tile
 
 pytestmark = pytest.mark.slow
 
@@ -79,21 +72,13 @@ def spots(size=700, seed=0):
     return pixels
 
 
-def save(folder, pixels, name="spots.npy"):
-    np.save(folder / name, pixels)
+def save(folder, pixels, name="spots.png"):
+    cv2.imwrite(str(folder / name), pixels)
     return str(folder / name)
 
 
 def masks(detections):
     return sorted((d.mask["counts"], tuple(d.box)) for d in detections)
-
-
-def test_a_tile_larger_than_the_image_is_the_image(tmp_path):
-    pixels = spots(200)
-    (only,) = Grid(200, 200, 1024, 200)
-    assert only == (0, 0, 200, 200)
-    found = list(TiledPredictor(cfg(), BrightSpots()).detect(save(tmp_path, pixels)))
-    assert len(found) == len(BrightSpots.find(pixels))
 
 
 @pytest.mark.parametrize(("size", "overlap"), [(256, 64), (256, 31), (300, 200)])
@@ -112,22 +97,6 @@ def test_merged_tiles_find_what_the_whole_image_has_every_object_once(
         for box, mask in zip(whole.pred_boxes.tensor, whole.pred_masks)
     ]
     assert masks(found) == masks(expected)
-
-
-def test_models_without_masks_are_merged_by_their_boxes(tmp_path):
-    class BoxesOnly(BrightSpots):
-        def forward(self, batch):
-            outputs = super().forward(batch)
-            for output in outputs:
-                output["instances"].remove("pred_masks")
-            return outputs
-
-    pixels = np.zeros((400, 600), np.uint8)
-    for x, y, w, h in [(10, 10, 580, 20), (10, 40, 30, 350), (190, 100, 80, 80), (400, 300, 90, 9)]:
-        pixels[y : y + h, x : x + w] = 255
-    found = list(TiledPredictor(cfg(), BoxesOnly()).detect(save(tmp_path, pixels)))
-    expected = BrightSpots.find(pixels).pred_boxes.tensor.tolist()
-    assert sorted(d.box.tolist() for d in found) == sorted(expected)
 
 
 def annotation(polygon, **more):
@@ -161,16 +130,7 @@ def test_clipped_polygons_and_codes_cover_what_the_tile_shows():
             assert clipped["bbox"] == true_box
 
 
-def test_an_object_whose_box_alone_reaches_into_a_tile_is_not_in_it():
-    corner = [0, 0, 100, 0, 100, 10, 10, 10, 10, 100, 0, 100]  # an L
-    (code,) = coco_mask.frPyObjects([corner], 100, 100)
-    for segmentation in ([corner], code):
-        found = annotation(corner, segmentation=segmentation)
-        assert clip_annotation(found, Tile(20, 20, 100, 100)) is None
-        assert clip_annotation(found, Tile(0, 0, 50, 50))["bbox"] == [0, 0, 50, 50]
-
-
-def dataset(folder, objects, size=600, name="spots.npy", **more):
+def dataset(folder, objects, size=600, name="spots.png", **more):
     polygons = [[x, y, x + w, y, x + w, y + h, x, y + h] for x, y, w, h in objects]
     return {
         "file_name": str(folder / name),
@@ -196,6 +156,13 @@ def test_every_object_is_in_the_tiles_that_show_it(tmp_path):
     assert [a["bbox"] for a in middle["annotations"]] == [[0, 108, 98, 128]]
 
 
+def test_the_share_of_drawn_tiles_with_objects_is_the_keys(tmp_path):
+    tiles = TiledDataset([dataset(tmp_path, [(10, 10, 40, 40)])], 256, 64, 0.3)
+    drawn = repeat_factors(tiles, 0.75)
+    assert drawn.sum() == pytest.approx(len(tiles))
+    assert drawn[torch.as_tensor(tiles.has_objects)].sum() == pytest.approx(0.75 * len(tiles))
+
+
 def test_crowds_and_objects_of_which_too_little_shows_are_left_out(tmp_path):
     image = dataset(tmp_path, [(200, 10, 100, 20)])
     for min_visible, tiles_with_it in [(0.5, 2), (0.6, 1), (1.0, 1)]:
@@ -203,60 +170,6 @@ def test_crowds_and_objects_of_which_too_little_shows_are_left_out(tmp_path):
         assert tiles.has_objects.sum() == tiles_with_it
     crowd = dataset(tmp_path, [(10, 10, 40, 40)], iscrowd=1)
     assert not TiledDataset([crowd], 256, 64, 0.1).has_objects.any()
-
-
-def test_an_object_larger_than_a_tile_is_in_all_that_it_fills():
-    grid = Grid(1000, 1000, 256, 64)
-    shown = tiles_showing(grid, np.array([100.0, 100, 900, 900]), 0.5)
-    filled = {row * 5 + column for row in (1, 2, 3) for column in (1, 2, 3)}
-    assert filled < set(shown)
-    line = tiles_showing(grid, np.array([0.0, 300, 1000, 310]), 0.5)
-    assert len(line) == len(grid.lefts)
-
-
-def test_ranks_draw_disjoint_tiles_of_one_order(two_ranks):
-    has_objects = np.arange(100) < 30
-    shares = two_ranks.run(sampler_of_rank, has_objects)
-    both = [i for pair in zip(*shares) for i in pair]
-    assert both == take(BalancedTileSampler(has_objects, 0.5, seed=1), 100)
-
-
-def sampler_of_rank(rank, has_objects):
-    return take(BalancedTileSampler(has_objects, 0.5, seed=1), 50)
-
-
-def test_tiles_with_and_without_objects_are_balanced_and_all_come():
-    has_objects = np.zeros(1000, bool)
-    has_objects[:30] = True
-    numbers = np.array(take(BalancedTileSampler(has_objects, 0.5, seed=1), 3000))
-    assert 0.46 < has_objects[numbers].mean() < 0.54
-    assert set(numbers) == set(range(1000))
-    of_objects = numbers[has_objects[numbers]]
-    assert len(set(of_objects[:30])) == 30  # each once before one comes again
-    assert take(BalancedTileSampler(has_objects, 0.5, seed=1), 50) == numbers[:50].tolist()
-    for all_alike in (np.ones(5, bool), np.zeros(5, bool)):
-        assert len(set(take(BalancedTileSampler(all_alike, 0.5, seed=1), 5))) == 5
-
-
-def take(sampler, num):
-    return [i for i, _ in zip(sampler, range(num))]
-
-
-def test_the_loader_keeps_the_sizes_of_objects(tmp_path):
-    from detectron2.data import DatasetCatalog
-
-    save(tmp_path, spots(600))
-    image = dataset(tmp_path, [(270, 270, 60, 40)])
-    DatasetCatalog.register("tiles_of_one", lambda: [image])
-    try:
-        config = cfg("DATASETS.TRAIN", ("tiles_of_one",), "TILES.OBJECT_SHARE", 1.0)
-        batch = next(iter(build_tiled_train_loader(config)))
-    finally:
-        DatasetCatalog.remove("tiles_of_one")
-    for tile in batch:
-        assert tile["image"].shape == (3, 256, 256)
-        (box,) = tile["instances"].gt_boxes.tensor
-        assert (box[2:] - box[:2]).tolist() == [60, 40]
 
 
 def test_files_are_read_by_parts_where_the_format_allows_it(tmp_path, log):
@@ -271,29 +184,15 @@ def test_files_are_read_by_parts_where_the_format_allows_it(tmp_path, log):
         image = ImageReader(str(tmp_path / "a.tif"))
         assert (image.height, image.width, image.decodes_whole) == (300, 400, False)
         assert (image.read(tile) == expected).all()
-    infrared = ImageReader(str(tmp_path / "a.tif"), "RGB", bands=[4, 1, 2, 3]).read(tile)
-    assert (infrared == pixels[40:200, 130:290, [3, 0, 1, 2]]).all()
-
-
-def test_npy_files_are_mapped_and_others_decoded_whole(tmp_path):
-    pixels = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
-    tile = Tile(130, 40, 290, 200)
-    mapped = ImageReader(save(tmp_path, pixels), "RGB")
-    assert not mapped.decodes_whole
-    assert (mapped.read(tile) == pixels[40:200, 130:290]).all()
-    deep = ImageReader(save(tmp_path, pixels[:, :, 0].astype(np.uint16) * 100, "deep.npy"))
-    assert deep.read(tile).dtype == np.float32
-    cv2.imwrite(str(tmp_path / "a.png"), pixels)
+    cv2.imwrite(str(tmp_path / "a.png"), pixels[:, :, :3])
     whole = ImageReader(str(tmp_path / "a.png"), "BGR")
     assert whole.decodes_whole
-    assert (whole.read(tile) == pixels[40:200, 130:290]).all()
+    assert (whole.read(tile) == pixels[40:200, 130:290, :3]).all()
 
 
-@pytest.mark.parametrize(
-    "damage", [b"", b"\x93NUMPY\x01\x00", b"\x93NUMPY\x01\x00\x10\x00{'descr': ((((((", b"x"]
-)
+@pytest.mark.parametrize("damage", [b"", b"x"])
 def test_whatever_is_wrong_with_a_file_is_one_kind_of_error_with_its_name(damage, tmp_path):
-    for name in ("broken.npy", "broken.png", "broken.tif"):
+    for name in ("broken.png", "broken.tif"):
         (tmp_path / name).write_bytes(damage)
         with pytest.raises(DataError, match=f"the image .*{name} cannot be read"):
             ImageReader(str(tmp_path / name))
@@ -303,88 +202,15 @@ def test_a_large_image_that_is_decoded_whole_is_warned_of(tmp_path, log):
     cv2.imwrite(str(tmp_path / "large.png"), np.zeros((4200, 4200), np.uint8))
     ImageReader(str(tmp_path / "large.png"))
     (message,) = log.messages
-    assert "large.png must be decoded whole, 4200 x 4200 pixels and 50 MiB" in message
+    assert "large.png is read in parts of 18 megapixels" in message
     assert "rio convert" in message
-
-
-@pytest.fixture
-def with_a_broken_image(tmp_path):
-    """Three images, of which the second is cut off in the middle."""
-    images = [dataset(tmp_path, [(10, 10, 40, 40)], name=f"{i}.npy") for i in range(3)]
-    for i, image in enumerate(images):
-        save(tmp_path, spots(600), f"{i}.npy")
-        image["image_id"] = i
-    data = (tmp_path / "1.npy").read_bytes()
-    (tmp_path / "1.npy").write_bytes(data[: len(data) // 2])
-    return images
-
-
-def test_a_corrupt_image_is_named_and_left_out_only_if_asked(with_a_broken_image, log):
-    tiles = TiledDataset(with_a_broken_image, 256, 64, 0.1)
-    of_the_broken = tiles[9]
-    with pytest.raises(DataError, match=r"1\.npy cannot be read .*TILES\.SKIP_CORRUPT"):
-        TileMapper(cfg())(of_the_broken)
-    skipping = cfg("TILES.SKIP_CORRUPT", True)
-    predictor = TiledPredictor(cfg(), BrightSpots())
-    with pytest.raises(DataError, match=r"1\.npy"):
-        predictor(with_a_broken_image)
-    outputs = TiledPredictor(skipping, BrightSpots())(with_a_broken_image)
-    assert [len(o["instances"]) > 0 for o in outputs] == [True, False, True]
-    assert any("Left out: the image" in m and "1.npy" in m for m in log.messages)
-
-
-def test_training_goes_on_without_a_corrupt_image_if_asked(with_a_broken_image):
-    from detectron2.data import DatasetCatalog
-
-    DatasetCatalog.register("tiles_of_three", lambda: with_a_broken_image)
-    options = ["DATASETS.TRAIN", ("tiles_of_three",), "TILES.OBJECT_SHARE", 1.0]
-    try:
-        batches = iter(build_tiled_train_loader(cfg(*options, "TILES.SKIP_CORRUPT", True)))
-        seen = {tile["image_id"] for _ in range(20) for tile in next(batches)}
-        assert seen == {0, 2}
-        with pytest.raises(DataError, match=r"1\.npy"):
-            for _, _ in zip(build_tiled_train_loader(cfg(*options)), range(20)):
-                pass
-    finally:
-        DatasetCatalog.remove("tiles_of_three")
 
 
 def test_an_image_of_another_size_than_its_dataset_says_is_named(tmp_path):
     image = dataset(tmp_path, [(10, 10, 40, 40)], size=800)
     save(tmp_path, spots(600))
-    with pytest.raises(DataError, match=r"spots\.npy has 600 x 600 .* by its dataset 800 x 800"):
+    with pytest.raises(DataError, match=r"spots\.png has 600 x 600 .* by its dataset 800 x 800"):
         TileMapper(cfg())(TiledDataset([image], 256, 64, 0.1)[0])
-
-
-def test_an_image_that_breaks_in_the_middle_leaves_no_results_if_it_is_left_out(tmp_path):
-    rasterio = pytest.importorskip("rasterio", reason="the optional extra rasterio")
-    profile = {"driver": "GTiff", "height": 700, "width": 700, "count": 1, "dtype": "uint8"}
-    storage = {"tiled": True, "blockxsize": 64, "blockysize": 64, "compress": "deflate"}
-    file_name = str(tmp_path / "spots.tif")
-    with rasterio.open(file_name, "w", **profile, **storage) as file:
-        file.write(spots()[None])
-    data = bytearray((tmp_path / "spots.tif").read_bytes())
-    data[-3000:-2000] = bytes(1000)
-    (tmp_path / "spots.tif").write_bytes(data)
-    image = {"file_name": file_name, "image_id": 3}
-    predictor = TiledPredictor(cfg("TILES.SKIP_CORRUPT", True), BrightSpots())
-    assert predictor([image]) == [{"instances": []}]
-    with results_file(tmp_path / "results.json") as write:
-        write([{"image_id": 1}])
-        with pytest.raises(DataError, match=r"spots\.tif cannot be read"):
-            write(to_coco(d, 3) for d in predictor.detect(file_name))
-        write([{"image_id": 2}])
-    written = json.loads((tmp_path / "results.json").read_text())
-    assert [r["image_id"] for r in written] == [1, 2]
-
-
-def test_files_that_are_decoded_whole_must_be_what_detectron2_reads(tmp_path):
-    cv2.imwrite(str(tmp_path / "deep.png"), np.full((50, 60), 60_000, np.uint16))
-    with pytest.raises(DataError, match=r"deep\.png .* more than 8 bits"):
-        ImageReader(str(tmp_path / "deep.png"))
-    cv2.imwrite(str(tmp_path / "a.png"), np.zeros((50, 60, 4), np.uint8))
-    with pytest.raises(DataError, match=r"TILES\.BANDS \[1, 2, 3, 4\] need a TIFF"):
-        ImageReader(str(tmp_path / "a.png"), bands=[1, 2, 3, 4])
 
 
 def test_a_plan_is_made_for_tiles_not_for_images(tmp_path):
@@ -429,42 +255,6 @@ def test_a_real_model_finds_in_tiles_what_it_finds_in_the_whole(tmp_path):
     np.testing.assert_allclose(*boxes, atol=1e-2)
 
 
-@pytest.mark.long
-def test_tiles_that_do_not_fit_together_are_run_one_at_a_time(tmp_path):
-    """A budget that the kernel enforces, for one tile and not for eight."""
-    script = tmp_path / "limited.py"
-    script.write_text(LIMITED)
-    np.save(tmp_path / "large.npy", spots(800))
-    result = run_forked(script, CONFIG, tmp_path, cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-4000:]
-    record = [json.loads(x) for x in (tmp_path / "memfit_oom.jsonl").read_text().splitlines()]
-    assert record[-1]["action"] == "the images are run one at a time"
-    assert "tiles are done" in result.stdout
-
-
-LIMITED = """
-import sys
-from detectron2.modeling import build_model
-from tiled_images import TiledPredictor, load_tiled_cfg
-from d2_memfit.engine.evaluating import recovering_inference
-from d2_memfit.config.settings import Settings
-from d2_memfit.memory import enforce_budget, process_memory
-
-config, folder = sys.argv[1:]
-cfg = load_tiled_cfg(config, ["TILES.SIZE", 400, "TILES.BATCH_SIZE", 9, "OUTPUT_DIR", folder,
-                              "DATALOADER.NUM_WORKERS", 0])
-model = build_model(cfg).eval()
-predictor = TiledPredictor(cfg, model)
-predictor._tiles.BATCH_SIZE = 1  # what the first forward allocates once is there before the limit
-next(predictor.detect(f"{folder}/large.npy"), None)
-predictor._tiles.BATCH_SIZE = 9
-enforce_budget(process_memory().data_bytes / 2**30 + 0.2, "cpu")
-with recovering_inference(model, Settings.from_cfg(cfg, trains=False).recovery):
-    list(predictor.detect(f"{folder}/large.npy"))
-print("tiles are done")
-"""
-
-
 @pytest.mark.parametrize(
     ("opts", "message"),
     [
@@ -472,34 +262,13 @@ print("tiles are done")
         (["TILES.OVERLAP", 0], "TILES.OVERLAP must be a positive integer, got 0"),
         (["TILES.SIZE", 0], "TILES.SIZE must be a positive integer, got 0"),
         (["TILES.OBJECT_SHARE", 1.5], "TILES.OBJECT_SHARE must be a number from 0 to 1, got 1.5"),
-        (["TILES.BANDS", [1, 2]], "TILES.BANDS has 2 bands, and MODEL.PIXEL_MEAN has 3"),
         (["INPUT.CROP.ENABLED", True], "INPUT.CROP.ENABLED must be False"),
-        (["MODEL.META_ARCHITECTURE", "PanopticFPN"], "PanopticFPN cannot be trained on tiles"),
         (["MEMFIT.MICRO_BATCH", 0], "MEMFIT.MICRO_BATCH must be a positive integer or None, got 0"),
     ],
 )
 def test_wrong_values_are_named(opts, message):
     with pytest.raises(ConfigError, match=message):
         cfg(*opts)
-
-
-def test_results_appear_when_they_are_complete(tmp_path):
-    path = tmp_path / "results.json"
-    mask = coco_mask.encode(np.ones((4, 5), np.uint8, order="F"))
-    found = Detection(np.array([1.0, 2, 4, 6]), 0.5, 3, mask)
-    with results_file(path) as write:
-        write(to_coco(found, image_id) for image_id in (1, 2))
-        assert not path.exists()
-    written = json.loads(path.read_text())
-    assert [r["image_id"] for r in written] == [1, 2]
-    assert written[0]["bbox"] == [1, 2, 3, 4]
-    assert (coco_mask.decode(written[0]["segmentation"]) == 1).all()
-    with pytest.raises(KeyError), results_file(path) as write:
-        raise KeyError
-    assert json.loads(path.read_text()) == written
-    with results_file(path):
-        pass
-    assert json.loads(path.read_text()) == []
 
 
 @pytest.fixture(scope="module")
@@ -517,19 +286,6 @@ def large_images(tmp_path_factory):
 def run_script(name, *args):
     script = ROOT / "projects" / "TiledImages" / name
     return run_forked(script, "--config-file", CONFIG, *args)
-
-
-def test_the_large_images_have_their_coins_where_the_annotations_say(large_images):
-    coco = json.loads((large_images / "train.json").read_text())
-    image = ImageReader(str(large_images / "train" / "000.tif"), "RGB")
-    pixels = image.read(Tile(0, 0, 600, 600))[:, :, 0]
-    on_coins = np.zeros_like(pixels)
-    for a in coco["annotations"]:
-        if a["image_id"] == 0:
-            (code,) = coco_mask.frPyObjects(a["segmentation"], 600, 600)
-            on_coins |= coco_mask.decode(code)
-    assert on_coins.any()
-    assert pixels[on_coins == 1].mean() > 2 * pixels[on_coins == 0].mean()
 
 
 @pytest.mark.long
@@ -564,16 +320,3 @@ def test_training_evaluation_and_prediction_by_the_scripts(large_images, tmp_pat
     assert result.returncode == 2
     assert "error: the image" in result.stderr
     assert json.loads(output.read_text()) == again
-
-
-def test_training_names_a_corrupt_image_in_one_line(large_images, tmp_path):
-    (tmp_path / "train").mkdir()
-    for file in (large_images / "train").glob("*.tif"):
-        (tmp_path / "train" / file.name).write_bytes(file.read_bytes()[:3000])
-    dataset = ["--coco", "tiled_train", large_images / "train.json", tmp_path / "train"]
-    options = ["DATASETS.TEST", (), "OUTPUT_DIR", tmp_path / "out", "SOLVER.STEPS", ()]
-    result = run_script("train_tiles.py", *dataset, *options)
-    assert result.returncode == 2
-    (line,) = [text for text in result.stderr.splitlines() if text.startswith("error: ")]
-    assert ".tif cannot be read" in line
-    assert "TILES.SKIP_CORRUPT" in line

@@ -5,13 +5,11 @@ import copy
 
 import pytest
 import torch
-from d2_transformers import ResizeSquare, Trainer, build_mapper
-from d2_transformers import losses as of_transformers
-from d2_transformers.average import update_average
+from d2_transformers import Trainer
 from d2_transformers.build import _size_of
+from d2_transformers.data import ResizeSquare, build_mapper
 from d2_transformers.families import FAMILIES
-from detectron2.data import DatasetCatalog, build_detection_test_loader
-from detectron2.evaluation import COCOEvaluator, inference_on_dataset
+from detectron2.data import DatasetCatalog
 from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from tiny import images, parameters, relative_difference, tiny_model
@@ -31,7 +29,6 @@ from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.probe import run_for_real
 from d2_memfit.planner.steps import Session
-from d2_memfit.techniques import apply_techniques, get_technique
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -69,28 +66,12 @@ def test_the_losses_add_up_to_that_of_transformers_and_reach_all_parameters(kind
     assert without == []
 
 
-@EACH_MODEL
-def test_all_losses_that_count_objects_are_divided_by_one_number(kind, has_masks, monkeypatch):
-    model = made(kind, has_masks)
-    batch = images(2, num_instances=5)
-    before = model.state_dict()
-    torch.manual_seed(0)
-    losses = model(batch)
-    monkeypatch.setattr(of_transformers, "window_count", lambda num_objects: 2.0 * num_objects)
-    model.load_state_dict(before)
-    torch.manual_seed(0)
-    halved = model(batch)
-    for name, loss in losses.items():
-        other_mean = name.startswith(("loss_cross_entropy", "loss_ddf"))
-        assert halved[name].item() == pytest.approx(loss.item() / (1 if other_mean else 2))
-
-
 @pytest.mark.parametrize(
     ("kind", "has_masks"),
-    [(kind, masks) for kind, masks in MODELS if kind not in ("rt_detr_v2", "d_fine")],
+    [(kind, masks) for kind, masks in MODELS if kind != "rt_detr_v2"],
 )
 def test_a_window_has_the_gradient_of_one_forward(kind, has_masks, monkeypatch):
-    """With 9, 1 and no objects. RT-DETR and D-FINE draw other denoising queries in each forward."""
+    """With 9, 1 and no objects. RT-DETR draws other denoising queries in each forward."""
     draw_the_same_for_each_row(monkeypatch)
     batch = [images(1, first=i, num_instances=n)[0] for i, n in enumerate((9, 1, 0))]
     gradients = []
@@ -112,14 +93,6 @@ def test_a_window_has_the_gradient_of_one_forward(kind, has_masks, monkeypatch):
 
 def cut(batch):
     return [[image] for image in batch]
-
-
-@EACH_MODEL
-def test_images_without_objects_have_losses_too(kind, has_masks):
-    model = made(kind, has_masks)
-    losses = model(images(2, num_instances=0))
-    sum(losses.values()).backward()
-    assert all(torch.isfinite(loss) for loss in losses.values())
 
 
 @EACH_MODEL
@@ -145,18 +118,6 @@ def test_evaluation_gives_instances_in_the_size_of_the_file(kind, has_masks):
 
 
 @pytest.mark.parametrize("kind", ["mask2former", "rf_detr"])
-def test_masks_on_the_host_are_the_same(kind):
-    plain, model = (made(kind, True).eval() for _ in range(2))
-    model = get_technique("EvaluationOnHost").apply(model, tiny_transformers_cfg(kind, True))
-    batch = [{**d, "height": 90, "width": 130} for d in images(2)]
-    with torch.no_grad():
-        for p, found in zip(plain(batch), model(batch)):
-            for name, value in p["instances"].get_fields().items():
-                other = found["instances"].get(name)
-                assert torch.equal(getattr(other, "tensor", other), getattr(value, "tensor", value))
-
-
-@pytest.mark.parametrize("kind", ["mask2former", "rf_detr"])
 def test_the_host_keeps_a_byte_for_each_pixel_of_20_megapixels(kind):
     """One mask at a time is resized, as numbers."""
     cfg, pixels = tiny_transformers_cfg(kind, True), 3648 * 5472
@@ -167,36 +128,7 @@ def test_the_host_keeps_a_byte_for_each_pixel_of_20_megapixels(kind):
     assert NUM_QUERIES * pixels < timeline.host_bytes < (NUM_QUERIES + 7) * pixels
 
 
-@EACH_MODEL
-def test_coco_s_evaluator_takes_what_it_finds(kind, has_masks, coins, tmp_path):
-    cfg = tiny_transformers_cfg(kind, has_masks)
-    model = tiny_model(cfg).eval()
-    two_images = DatasetCatalog.get("coins_val")[:2]
-    loader = build_detection_test_loader(two_images, mapper=build_mapper(cfg, is_train=False))
-    evaluator = COCOEvaluator("coins_val", output_dir=str(tmp_path), use_fast_impl=False)
-    results = inference_on_dataset(model, loader, evaluator)
-    assert results.keys() == ({"bbox", "segm"} if has_masks else {"bbox"})
-
-
-def test_boxes_are_those_of_transformers_post_processing():
-    from transformers import RTDetrImageProcessor
-
-    model = made("rt_detr_v2").eval()
-    (data,) = images(1)
-    found = model([{**data, "height": 200, "width": 100}])[0]["instances"]
-    outputs = []
-    hook = model.model.register_forward_hook(lambda module, args, output: outputs.append(output))
-    model([data])
-    hook.remove()
-    processor = RTDetrImageProcessor()
-    (expected,) = processor.post_process_object_detection(outputs[0], 0.0, [(200, 100)])
-    boxes = Boxes(expected["boxes"])
-    boxes.clip((200, 100))
-    torch.testing.assert_close(found.pred_boxes.tensor, boxes.tensor)
-    torch.testing.assert_close(found.scores, expected["scores"])
-
-
-@pytest.mark.parametrize("kind", ["rt_detr_v2", "deformable_detr", "mask2former"])
+@pytest.mark.parametrize("kind", ["rt_detr_v2", "mask2former"])
 def test_padding_does_not_move_what_is_found(kind):
     """A model whose queries find the whole image finds that image in a padded batch as well."""
     has_masks = kind == "mask2former"
@@ -211,7 +143,7 @@ def test_padding_does_not_move_what_is_found(kind):
             logits[0, :, : 64 // step, : 64 // step] = 1
             output.masks_queries_logits = logits
         else:
-            part = 1.0 if kind == "deformable_detr" else 64 / height
+            part = 64 / height
             output.pred_boxes = torch.tensor([part / 2, part / 2, part, part]).expand_as(
                 output.pred_boxes
             )
@@ -288,11 +220,11 @@ def test_the_average_follows_the_weights_and_is_what_is_evaluated():
     model = made(EMA_DECAY=0.5, EMA_TAU=1e-9)
     assert model.best_model is model.model  # nothing has been averaged
     before = parameters(model.ema.module)
-    update_average(model)
+    model.ema.update_parameters(model.model)
     with torch.no_grad():
         for parameter in model.model.parameters():
             parameter.add_(1.0)
-    update_average(model)
+    model.ema.update_parameters(model.model)
     assert model.best_model is model.ema.module
     for name, value in parameters(model.ema.module).items():
         torch.testing.assert_close(value, before[name] + 0.5)
@@ -313,26 +245,6 @@ def test_what_is_saved_is_loaded_by_transformers_and_by_the_config(kind, has_mas
     assert relative_difference(parameters(again.model), parameters(model.model)) == 0
 
 
-@pytest.mark.parametrize("ema_decay", [0.0, 0.5])
-def test_a_model_with_adapters_is_averaged_and_saved_as_a_plain_one(ema_decay, tmp_path):
-    pytest.importorskip("peft")
-    cfg = tiny_transformers_cfg()
-    cfg.MEMFIT.FINE_TUNE.LORA_RANK = 2
-    cfg.TRANSFORMERS.EMA_DECAY, cfg.TRANSFORMERS.EMA_TAU = ema_decay, 1e-9
-    model = apply_techniques("model", tiny_model(cfg), cfg).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.fill_(0.1)
-    if ema_decay:
-        update_average(model)
-    model.save_pretrained(str(tmp_path))
-    loaded = type(model.model).from_pretrained(str(tmp_path))
-    assert parameters(loaded).keys() == parameters(made().model).keys()
-    pixels = torch.rand(1, 3, RESOLUTION, RESOLUTION)
-    with torch.no_grad():
-        torch.testing.assert_close(loaded(pixels).logits, model.model(pixels).logits)
-
-
 def test_a_segmentation_model_takes_the_weights_of_its_detector(tmp_path, log):
     detector = made()
     detector.save_pretrained(str(tmp_path))
@@ -341,16 +253,6 @@ def test_a_segmentation_model_takes_the_weights_of_its_detector(tmp_path, log):
     model.load_pretrained(str(tmp_path))
     assert relative_difference(parameters(model.model.model), parameters(detector.model)) == 0
     assert "0 of" in log.text
-
-
-def test_other_classes_keep_their_random_weights(tmp_path, log):
-    made().save_pretrained(str(tmp_path))
-    cfg = tiny_transformers_cfg()
-    cfg.MODEL.ROI_HEADS.NUM_CLASSES = 5
-    model = tiny_model(cfg)
-    model.load_pretrained(str(tmp_path))
-    assert model.model.class_embed.out_features == 5
-    assert "stay random: class_embed.bias, class_embed.weight" in log.text
 
 
 def test_weights_that_leave_the_backbone_random_are_an_error_that_names_layers(tmp_path):
@@ -423,45 +325,7 @@ def test_released_rf_detrs_have_all_shapes_of_their_weights(size):
     assert {n: p.shape for n, p in model.model.state_dict().items()} == shapes
     (embedding,) = (shape for n, shape in shapes.items() if n.endswith("position_embeddings"))
     assert embedding == (1, (resolution // patch) ** 2 + 1, 384)
-    assert _size_of(config) == size
-
-
-def test_weights_that_cannot_be_fetched_are_an_error_that_says_what_to_do(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"WEIGHTS 'nobody/nothing' is neither a folder"):
-        made().load_pretrained("nobody/nothing")
-
-
-def test_frozen_modules_are_not_trained():
-    model = made(FREEZE=["model.backbone"])
-    frozen = {n for n, p in model.model.named_parameters() if not p.requires_grad}
-    assert frozen == {n for n, _ in model.model.named_parameters() if "backbone" in n}
-
-
-def test_the_learning_rate_of_parts():
-    cfg = tiny_transformers_cfg()
-    cfg.TRANSFORMERS.LR_MULTIPLIERS = [["*.backbone.*", 0.1]]
-    model = tiny_model(cfg)
-    optimizer = Trainer.build_optimizer(cfg, model)
-    lr = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert lr[id(parameter)] == pytest.approx(1e-4 if ".backbone." in name else 1e-3)
-    cfg.TRANSFORMERS.LR_MULTIPLIERS = [["*.body.*", 0.1]]
-    with pytest.raises(ConfigError, match=r"no parameter matches '\*.body.\*'"):
-        Trainer.build_optimizer(cfg, model)
-
-
-def test_the_whole_gradient_is_clipped():
-    cfg = tiny_transformers_cfg()
-    cfg.SOLVER.CLIP_GRADIENTS.ENABLED = True
-    cfg.SOLVER.CLIP_GRADIENTS.CLIP_TYPE, cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = "norm", 0.1
-    model = tiny_model(cfg)
-    optimizer = Trainer.build_optimizer(cfg, model)
-    sum(model(images(1)).values()).backward()
-    optimizer.step()
-    norms = [p.grad.norm() for p in model.parameters() if p.grad is not None]
-    assert torch.stack(norms).norm().item() == pytest.approx(0.1, rel=1e-4)
+    assert _size_of(config) == f"{size}, the size of these weights"
 
 
 @pytest.mark.parametrize(
@@ -478,29 +342,10 @@ def test_the_whole_gradient_is_clipped():
         ({"OPTIONS": [["dropuot", 0.1]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
         ({"OPTIONS": ["dropout"]}, "TRANSFORMERS.OPTIONS must be a list of pairs"),
         ({"MULTI_SCALE_STEPS": 4}, "must be less than TRANSFORMERS.RESOLUTION, got 128"),
-        ({"EMA_DECAY": 1.0}, "TRANSFORMERS.EMA_DECAY must be at least 0 and less than 1"),
+        ({"EMA_DECAY": 1.0}, "TRANSFORMERS.EMA_DECAY must be a number from 0, less than 1"),
         ({"FREEZE": ["body"]}, "TRANSFORMERS.FREEZE: no module of the model matches 'body'"),
     ],
 )
 def test_values_that_cannot_work(keys, message):
     with pytest.raises(ConfigError, match=message):
         made(**keys)
-
-
-@pytest.mark.parametrize(("kind", "has_masks"), [("rt_detr_v2", True), ("eomt", False)])
-def test_masks_are_asked_of_models_that_have_them(kind, has_masks):
-    with pytest.raises(ConfigError, match=f"MODEL.MASK_ON must be {not has_masks}"):
-        tiny_model(tiny_transformers_cfg(kind, has_masks))
-
-
-@pytest.mark.parametrize(
-    ("kind", "size"), [(kind, size) for kind, family in FAMILIES.items() for size in family.sizes]
-)
-def test_every_size_is_one_that_transformers_builds(kind, size):
-    cfg = tiny_transformers_cfg(kind, FAMILIES[kind].box_class is None)
-    cfg.TRANSFORMERS.SIZE, cfg.TRANSFORMERS.OPTIONS = size, []
-    cfg.TRANSFORMERS.RESOLUTION = 672  # divisible by patches and windows of all
-    cfg.MODEL.DEVICE = "meta"
-    with torch.device("meta"):
-        model = tiny_model(cfg)
-    assert sum(p.numel() for p in model.parameters()) > 10**7

@@ -7,21 +7,12 @@ import pytest
 import torch
 from d2_transformers import Trainer
 from detectron2.utils.env import seed_all_rng
-from detectron2.utils.events import EventStorage
-from forks import FORKED_RANKS, run_forked
-from injection import FailingTrainer, InjectedTrainer, Injector, iterate
+from forks import run_forked
 from tiny import (
     ROOT,
-    images,
-    parameters,
     read_metrics,
-    relative_difference,
-    tiny_model,
 )
 from tiny_transformers import tiny_transformers_cfg
-
-from d2_memfit import AccumulatingTrainer, compat
-from d2_memfit.config.settings import RecoveryOptions
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow
@@ -129,78 +120,6 @@ def test_the_average_is_resumed_and_is_the_one_of_the_formula(coins, tmp_path):
         torch.testing.assert_close(straight[f"ema.module.{name}"], value)
     trained = [name for name, value in first.items() if not torch.equal(seen[-1][name], value)]
     assert len(trained) > 50
-
-
-def test_on_two_ranks(tmp_path, coins):
-    config = tiny_config(tmp_path, "rf_detr", True)
-    options = ["--num-gpus", "2", "MEMFIT.BUDGET_GB", "None"]
-    train(config, coins, *options, before=["-c", FORKED_RANKS], timeout_s=300)
-    metrics = read_metrics(tmp_path / "output")
-    assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4]
-    assert (tmp_path / "output" / "pretrained" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_batch_that_does_not_fit_is_split(phase):
-    """Images with as many objects as the others: so the step is that of the whole batch."""
-    cfg = tiny_transformers_cfg("rf_detr")
-    batch = images(4, num_instances=3)
-    whole, split = tiny_model(cfg), tiny_model(cfg)
-    for model, trainer_class in ((whole, AccumulatingTrainer), (split, FailingTrainer)):
-        failing = {} if model is whole else {"fails": lambda ids: len(ids) > 2}
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        trainer = trainer_class(model, [batch], optimizer, recovery=RecoveryOptions(), **failing)
-        trainer.phase = phase
-        iterate(trainer)
-    assert trainer.recovery.totals.oom_events == 1
-    assert relative_difference(parameters(split), parameters(whole)) < 1e-5
-
-
-def train_with_failures(rank, kind, has_masks):
-    """In each iteration but the first, the other rank runs out of memory once."""
-    model = tiny_model(tiny_transformers_cfg(kind, has_masks))
-    model = compat.create_ddp_model(model, broadcast_buffers=False)
-    loader = [images(2, first=4 * i + 2 * rank) for i in range(3)]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    trainer = InjectedTrainer(model, loader, optimizer, recovery=RecoveryOptions())
-    for i in range(3):
-        trainer.injector = Injector([500] if i and i % 2 == rank else [])
-        iterate(trainer, first=i)
-    return parameters(model.module), trainer.recovery.totals.oom_events
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "has_masks"),
-    [pytest.param("rf_detr", True, marks=pytest.mark.exhaustive), ("mask2former", True)],
-)
-def test_ranks_that_fail_in_turn_do_not_hang_and_agree(kind, has_masks, two_ranks):
-    (first, num_events), (second, _) = two_ranks.run(train_with_failures, kind, has_masks)
-    assert num_events == 2
-    torch.testing.assert_close(second, first, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "has_masks"),
-    [("rf_detr", True), pytest.param("rt_detr_v2", False, marks=pytest.mark.long)],
-)
-def test_a_short_run_lowers_its_loss(kind, has_masks, coins):
-    cfg = tiny_transformers_cfg(kind, has_masks)
-    cfg.DATASETS.TRAIN = ("coins_train",)
-    cfg.SOLVER.IMS_PER_BATCH = 4
-    cfg.SOLVER.BASE_LR /= 4  # RT-DETR's loss rises again in some orders of the images
-    seed_all_rng(0)  # the order of the images, too
-    model = tiny_model(cfg)
-    batches = iter(Trainer.build_train_loader(cfg))
-    optimizer = Trainer.build_optimizer(cfg, model)
-    trainer = AccumulatingTrainer(model, batches, optimizer, accumulation_steps=1)
-    losses = []
-    with EventStorage() as storage:
-        for _ in range(30):
-            trainer.run_step()
-            losses.append(storage.latest()["total_loss"][0])
-            storage.step()
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
 @pytest.mark.exhaustive

@@ -3,10 +3,9 @@
 
 import importlib.util
 
-import measure_step
 import pytest
 from detectron2 import modeling
-from detectron2.config import LazyConfig, instantiate
+from detectron2.config import LazyConfig
 from diffs import apply_diff, diffs_in, of_detectron2
 from forks import run_forked
 from tiny import ROOT, read_metrics
@@ -14,6 +13,7 @@ from tiny import ROOT, read_metrics
 from d2_memfit import Job, estimate_memory
 from d2_memfit.cli.commands import main
 from d2_memfit.config.files import find_config_file
+from d2_memfit.techniques.registry import TECHNIQUES
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,9 @@ def folder(coins, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "output" / "coins").mkdir(parents=True)
     (tmp_path / "output" / "coins" / "dataset").symlink_to(coins)
-    return tmp_path
+    before = TECHNIQUES[:]
+    yield tmp_path
+    TECHNIQUES[:] = before  # without that of the project
 
 
 @pytest.mark.parametrize(
@@ -60,19 +62,6 @@ def test_it_trains_with_checkpointing_and_is_evaluated(config, folder, log):
     metrics = read_metrics(folder / "output")
     assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4, 4]
     assert any("segm/AP" in m for m in metrics)
-
-
-@pytest.mark.parametrize(
-    ("config", "most"), [(FPN, 0.95), pytest.param(VITDET, 0.5, marks=NEEDS_VIT)]
-)
-def test_checkpointing_saves_memory_and_leaves_the_gradient(config, most):
-    cfg = LazyConfig.apply_overrides(LazyConfig.load(str(config)), SHORT)
-    batch = next(iter(instantiate(cfg.dataloader.train)))
-    (peak, _, norm), (less, _, same) = (
-        measure_step.step(config, batch) for config in (measure_step.without_techniques(cfg), cfg)
-    )
-    assert less < most * peak
-    assert same == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize("config", [FPN, pytest.param(VITDET, marks=NEEDS_VIT)])
@@ -94,11 +83,6 @@ def test_vitdet_is_estimated_with_its_own_optimizer():
     cfg.model.backbone.net.depth = 2  # of 12 blocks
     owners = estimate_memory(cfg, device="cuda", evaluates=False).breakdown
     assert owners["optimizer"] == pytest.approx(2 * owners["parameters"], rel=0.01)  # AdamW
-
-
-def test_the_page_about_projects_has_the_diff_of_the_project():
-    (of_project,) = diffs_in(PROJECT / "README.md")
-    assert of_project in diffs_in(ROOT / "docs" / "YOUR_PROJECT.md")
 
 
 @pytest.mark.skipif(

@@ -1,6 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 import torch
-from detector_parts import MLP, Block, ConvNorm, Detector, SeriesHead
+from detector_parts import MLP, Block, Detector, SeriesHead
 from tiny import tiny_cfg, tiny_model
 from torch import nn
 
@@ -44,12 +44,6 @@ def test_members_of_a_series_are_of_one_class():
     assert find_blocks(nn.ModuleList([pairs])) == ["0.0", "0.1", "0.2"]
     alone = nn.ModuleList([Block(4), SeriesHead(4)])  # what is in them is found
     assert find_blocks(alone) == ["0.attn", "0.mlp", "1.attention"]
-
-
-def test_a_block_that_is_used_in_two_places_is_listed_once():
-    model = nn.Module()
-    model.a = model.b = nn.ModuleList([ConvNorm(4), ConvNorm(4)])
-    assert find_blocks(model) == ["a.0", "a.1"]
 
 
 def test_scripted_modules_are_left_alone():

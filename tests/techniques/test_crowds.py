@@ -12,7 +12,8 @@ from tiny import images, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import apply_techniques, get_technique, pairwise_iou_in_chunks
+from d2_memfit.techniques.crowds import pairwise_iou_in_chunks
+from d2_memfit.techniques.registry import apply_techniques
 
 DENOISING = "MEMFIT.CRITERION.DENOISING_QUERIES"
 
@@ -91,7 +92,7 @@ class OwnMatcher(Matcher):
 def in_chunks(model, chunk_size=7):
     cfg = tiny_cfg()
     cfg.MEMFIT.MATCHING.CHUNK_SIZE = chunk_size
-    return get_technique("ChunkedMatching").apply(model, cfg)
+    return apply_techniques("model", model, cfg)
 
 
 def test_a_matcher_of_a_projects_own_class_gets_the_matrix():
@@ -115,14 +116,6 @@ def test_detectron2_is_as_before_outside_of_the_model():
     with EventStorage(), pytest.raises(AttributeError):
         model([{"image": None}])
     assert rpn.pairwise_iou is original
-
-
-@pytest.mark.parametrize("chunk_size", [0, -1, 2.5, "many"])
-def test_a_chunk_size_that_cannot_work_is_an_error(chunk_size):
-    cfg = tiny_cfg()
-    cfg.MEMFIT.MATCHING.CHUNK_SIZE = chunk_size
-    with pytest.raises(ConfigError, match=f"MATCHING.CHUNK_SIZE .*got {chunk_size!r}"):
-        get_technique("ChunkedMatching").is_on(cfg)
 
 
 def detector(kind, limit=None):

@@ -1,6 +1,4 @@
 # Copyright (c) the d2_memfit developers.
-import copy
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -8,25 +6,22 @@ import pytest
 import torch
 from benchmarks.detr_like import add_detr_config
 from detectron2.data import MetadataCatalog
-from detectron2.evaluation import COCOEvaluator, inference_on_dataset
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.modeling.postprocessing import sem_seg_postprocess
 from detectron2.structures import Instances
-from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d2_memfit.common.units import GB
-from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.text import answer_of_estimate, describe_estimate
-from d2_memfit.techniques import get_technique, ready_to_evaluate
 from d2_memfit.techniques.evaluation_on_host import _PastedMasks
+from d2_memfit.techniques.registry import get_technique
 
 pytestmark = pytest.mark.slow
 
@@ -55,34 +50,6 @@ def test_the_evaluators_json_is_the_same():
         assert instances_to_coco_json(x["instances"].to("cpu"), 1) == expected
 
 
-def test_masks_can_be_used_as_the_tensor_that_they_stand_for():
-    (plain,), (lazy,) = (
-        outputs(m, batch_of(100)[:1])
-        for m in (tiny_model(tiny_cfg("mask_rcnn")), apply(tiny_model(tiny_cfg("mask_rcnn"))))
-    )
-    tensor, masks = plain["instances"].pred_masks, lazy["instances"].pred_masks
-    assert len(masks) == len(tensor)
-    assert torch.equal(masks[1], tensor[1])
-    assert torch.equal(torch.stack(list(masks)), tensor)
-    assert np.array_equal(np.asarray(masks), tensor.numpy())
-    chosen = lazy["instances"][lazy["instances"].scores > lazy["instances"].scores.median()]
-    assert 0 < len(chosen.pred_masks) < len(masks)
-    assert torch.equal(chosen.pred_masks[0], tensor[0])
-
-
-@pytest.mark.parametrize(
-    "family", ["proposal_network", "faster_rcnn", "keypoint_rcnn", "retinanet"]
-)
-def test_models_without_masks_give_the_same(family):
-    plain = outputs(tiny_model(tiny_cfg(family)), batch_of(100))
-    changed = outputs(apply(tiny_model(tiny_cfg(family))), batch_of(100))
-    for p, c in zip(plain, changed):
-        (kind,) = p
-        for name, value in p[kind].get_fields().items():
-            other = c[kind].get(name)
-            assert torch.equal(getattr(other, "tensor", other), getattr(value, "tensor", value))
-
-
 def test_memory_does_not_grow_with_the_number_of_masks():
     cfg = tiny_cfg("mask_rcnn")
     batch, peaks = batch_of(1000)[:1], []
@@ -94,17 +61,6 @@ def test_memory_does_not_grow_with_the_number_of_masks():
     masks = len(result["instances"]) * 1000 * 1010
     assert peaks[0] > masks
     assert peaks[1] < peaks[0] - 0.7 * masks
-
-
-def test_a_dataset_is_evaluated_to_the_same_ap(coins):
-    cfg = tiny_cfg("mask_rcnn")
-    loader = [[image] for image in coins_images()]
-    results = []
-    for model in (tiny_model(cfg), apply(tiny_model(cfg))):
-        evaluator = COCOEvaluator("coins_val", use_fast_impl=False)
-        results.append(inference_on_dataset(model, loader, evaluator))
-    assert isinstance(evaluator, COCOEvaluator)
-    np.testing.assert_equal(results[1], results[0])
 
 
 def coins_images():
@@ -125,31 +81,6 @@ def test_test_time_augmentation_runs_on_the_host_too():
     (lazy,) = outputs(apply(model), images(1))
     masks = lazy["instances"].pred_masks
     assert torch.equal(torch.as_tensor(np.asarray(masks)), plain["instances"].pred_masks)
-
-
-def test_the_model_is_left_as_it_was():
-    cfg = tiny_cfg("mask_rcnn")
-    cfg.MEMFIT.EVALUATION.ON_HOST = True
-    model = tiny_model(cfg)
-    with ready_to_evaluate(model, cfg):
-        assert isinstance(outputs(model, batch_of(100))[0]["instances"].pred_masks, _PastedMasks)
-        with EventStorage():
-            assert "loss_mask" in model.train()(images(1))
-    assert "forward" not in vars(model)
-
-
-def test_panoptic_results_are_the_same():
-    cfg = tiny_cfg("mask_rcnn")
-    cfg.MODEL.META_ARCHITECTURE = "PanopticFPN"
-    cfg.MODEL.SEM_SEG_HEAD.NUM_CLASSES = 3
-    cfg.MODEL.SEM_SEG_HEAD.CONVS_DIM, cfg.MODEL.SEM_SEG_HEAD.NORM = 16, ""
-    cfg.MODEL.PANOPTIC_FPN.COMBINE.INSTANCES_CONFIDENCE_THRESH = 0.0
-    plain = outputs(tiny_model(cfg), batch_of(100))
-    lazy = outputs(apply(tiny_model(cfg)), batch_of(100))
-    for p, x in zip(plain, lazy):
-        assert torch.equal(p["panoptic_seg"][0], x["panoptic_seg"][0])
-        assert p["panoptic_seg"][1] == x["panoptic_seg"][1]
-        assert torch.equal(p["sem_seg"], x["sem_seg"])
 
 
 def cfg_with_queries():
@@ -266,19 +197,3 @@ def test_what_meets_masks_on_the_host_comes_there_and_nothing_else():
     assert torch.equal(on_device[0].cpu(), masks[0, 0, :4])
     assert [t.device.type for t in on_host] == ["cpu"] * 4
     assert on_host[2].shape == (4, 70, 90)
-
-
-def test_masks_on_the_host_are_copied_and_stored_as_tensors():
-    (found,) = outputs(apply(model_with_queries()), photograph(50, 60))
-    masks = found["instances"].pred_masks
-    assert torch.equal(copy.deepcopy(masks), masks)
-    stored = pickle.loads(pickle.dumps(masks))
-    assert type(stored) is torch.Tensor
-    assert torch.equal(stored, masks)
-
-
-def test_a_value_that_is_no_bool_is_an_error():
-    cfg = tiny_cfg()
-    cfg.MEMFIT.EVALUATION.ON_HOST = "yes"
-    with pytest.raises(ConfigError, match=r"EVALUATION.ON_HOST must be True or False, got 'yes'"):
-        get_technique("EvaluationOnHost").is_on(cfg)

@@ -8,18 +8,14 @@ import pytest
 import torch
 from detectron2.utils.events import EventStorage
 from injection import seed_all
-from tiny import images, relative_difference, tiny_cfg, tiny_model
+from tiny import images, relative_difference, suggested, tiny_cfg, tiny_model
 
-from d2_memfit.techniques import TECHNIQUES, apply_techniques
+from d2_memfit.techniques.registry import TECHNIQUES, apply_techniques
 
 pytestmark = pytest.mark.slow
 
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
-TECHNIQUES_OF_MODELS = {
-    name: technique
-    for name, technique in sorted(TECHNIQUES)
-    if technique.tier == "exact" and technique.part == "model"
-}
+TECHNIQUES_OF_MODELS = [t.name for t in TECHNIQUES if (t.tier, t.part) == ("exact", "model")]
 
 
 def step(model, batch, dtype=None):
@@ -37,7 +33,7 @@ def step(model, batch, dtype=None):
 
 
 def settings(name, cfg):
-    settings = TECHNIQUES_OF_MODELS[name].enabling_settings(cfg)
+    settings = suggested(name, cfg)
     for key in settings:
         if key.endswith("CHUNK_SIZE"):
             settings[key] = (

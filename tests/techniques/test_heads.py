@@ -5,16 +5,17 @@ from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead, ma
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 
+from d2_memfit.config.settings import check_settings
 from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import get_technique
+from d2_memfit.techniques.registry import apply_techniques
 
 
 def apply(model, chunk_size):
     cfg = tiny_cfg()
     cfg.MEMFIT.HEADS.CHUNK_SIZE = chunk_size
-    assert get_technique("ChunkedHeads").is_on(cfg)
-    return get_technique("ChunkedHeads").apply(model, cfg)
+    check_settings(cfg)
+    return apply_techniques("model", model, cfg)
 
 
 @pytest.mark.parametrize("family", ["mask_rcnn", "keypoint_rcnn"])
@@ -39,11 +40,6 @@ def test_memory_is_that_of_one_chunk():
             head.layers(x).sum().backward()
         peaks.append(meter.peak_bytes)
     assert peaks[1] < 0.35 * peaks[0]
-
-
-def test_the_weights_of_plain_detectron2_fit():
-    model = apply(tiny_model(tiny_cfg("mask_rcnn")), 4)
-    model.load_state_dict(tiny_model(tiny_cfg("mask_rcnn"), seed=1).state_dict(), strict=True)
 
 
 def test_evaluation_in_chunks_finds_the_same():
@@ -81,9 +77,3 @@ def test_a_head_that_does_not_call_its_layers_is_an_error():
     model.roi_heads.mask_head.__class__ = OwnHead
     with pytest.raises(ConfigError, match=r"CHUNK_SIZE: the OwnHead has its own forward, without"):
         apply(model, 4)
-
-
-@pytest.mark.parametrize("chunk_size", [0, -3, "all"])
-def test_a_chunk_size_that_cannot_work_is_an_error(chunk_size):
-    with pytest.raises(ConfigError, match=f"HEADS.CHUNK_SIZE .* got {chunk_size!r}"):
-        apply(None, chunk_size)

@@ -1,17 +1,17 @@
 # Copyright (c) the d2_memfit developers.
-import copy
-import pickle
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
+from detectron2.projects.point_rend import add_pointrend_config
 from detectron2.structures import BitMasks, Instances
-from tiny import tiny_cfg
+from detectron2.utils.events import EventStorage
+from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import apply_techniques
 from d2_memfit.techniques.masks import MaskBits, _sharing, pack_masks, with_packed_masks
+from d2_memfit.techniques.registry import apply_techniques, get_technique
 
 SIZES = [(40, 60), (33, 17), (8, 8), (1, 5)]
 
@@ -131,13 +131,6 @@ def test_padding_by_a_copy_into_zeros_shares_the_bits():
     assert type(torch.zeros(3, 4, 5)) is torch.Tensor
 
 
-def test_they_are_copied_into_numbers():
-    packed, plain = pack_masks(masks()), masks()
-    for target in (torch.ones(20, 40, 60), torch.ones(20, 41, 63, dtype=torch.bool)):
-        target[:, :40, :60] = packed
-        assert torch.equal(target[:, :40, :60], plain.to(target.dtype))
-
-
 def test_they_take_a_bit_a_pixel_and_chunks_of_numbers():
     plain = masks((256, 256), num=400)
     with TensorMeter() as meter:
@@ -156,21 +149,6 @@ def test_other_numbers_stay_as_they_are(value):
     plain[7, 3, 3] = value
     assert pack_masks(plain) is plain
     assert is_packed_tensor(pack_masks(masks().float()))
-
-
-def test_copies_and_pickles_have_the_masks():
-    packed = pack_masks(masks())
-    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-        assert torch.equal(torch.from_numpy(other.numpy()), masks())
-    assert torch.equal(torch.from_numpy(packed.numpy()), masks())
-
-
-def test_writing_into_them_is_an_error():
-    packed = pack_masks(masks())
-    with pytest.raises(RuntimeError, match="writes into packed masks"):
-        packed[0] = True
-    with pytest.raises(RuntimeError, match="writes into packed masks"):
-        packed.logical_not_()
 
 
 def test_masks_of_a_batch_are_packed_and_nothing_else():
@@ -240,3 +218,56 @@ def test_whole_masks_are_kept_for_the_backward_with_other_techniques(context, mo
             model([masks((600, 600))]).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+def test_writing_into_them_is_an_error():
+    packed = pack_masks(masks())
+    with pytest.raises(RuntimeError, match="writes into packed masks"):
+        packed[0] = True
+    with pytest.raises(RuntimeError, match="writes into packed masks"):
+        packed.logical_not_()
+
+
+@pytest.mark.parametrize("is_point_rend", [False, True])
+def test_losses_and_gradients_are_equal_to_the_last_bit(is_point_rend):
+    cfg = tiny_cfg("mask_rcnn")
+    if is_point_rend:
+        add_pointrend_config(cfg)
+        cfg.MODEL.ROI_MASK_HEAD.NAME = "PointRendMaskHead"
+        cfg.MODEL.ROI_MASK_HEAD.POOLER_TYPE = ""
+        cfg.MODEL.ROI_MASK_HEAD.FC_DIM = cfg.MODEL.ROI_MASK_HEAD.CONV_DIM
+        cfg.MODEL.ROI_MASK_HEAD.OUTPUT_SIDE_RESOLUTION = 7
+        cfg.MODEL.ROI_MASK_HEAD.IN_FEATURES = ["p2"]
+        cfg.MODEL.ROI_MASK_HEAD.POINT_HEAD_ON = True
+        cfg.MODEL.POINT_HEAD.IN_FEATURES = ["p2"]
+        cfg.MODEL.POINT_HEAD.NUM_CLASSES = cfg.MODEL.ROI_HEADS.NUM_CLASSES
+    found = []
+    for is_on in (False, True):
+        model = tiny_model(cfg)
+        if is_on:
+            get_technique("PackedMasks").apply(model, True)
+        torch.manual_seed(0)
+        with EventStorage():
+            losses = model(images(2, num_instances=5))
+        sum(losses.values()).backward()
+        found.append((losses, [p.grad for p in model.parameters() if p.grad is not None]))
+    assert ("loss_mask_point" in found[0][0]) == is_point_rend
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1]))
+
+
+def test_proposals_make_no_copies():
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 200
+    batch, peaks, losses = images(1, size=256), [], []
+    for is_on in (False, True):
+        model = tiny_model(cfg)
+        if is_on:
+            get_technique("PackedMasks").apply(model, True)
+        torch.manual_seed(0)
+        with TensorMeter() as meter, EventStorage():
+            losses.append(model(batch))
+        peaks.append(meter.peak_bytes)
+    proposals = cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN
+    assert peaks[1] < peaks[0] - 0.5 * proposals * 256 * 256
+    assert losses[0] == losses[1]

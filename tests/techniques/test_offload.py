@@ -6,9 +6,11 @@ import torch
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit.errors import ConfigError, HostMemoryError
+from d2_memfit.config.settings import check_settings
+from d2_memfit.errors import HostMemoryError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import get_technique, offload
+from d2_memfit.techniques import offload
+from d2_memfit.techniques.registry import apply_techniques
 
 gpu = pytest.mark.gpu
 
@@ -16,8 +18,8 @@ gpu = pytest.mark.gpu
 def apply(model, *modules):
     cfg = tiny_cfg()
     cfg.MEMFIT.OFFLOAD.MODULES = list(modules)
-    assert get_technique("ActivationOffload").is_on(cfg)
-    return get_technique("ActivationOffload").apply(model, cfg)
+    check_settings(cfg)
+    return apply_techniques("model", model, cfg)
 
 
 def layers(device="cpu"):
@@ -146,16 +148,6 @@ def test_on_a_made_up_card_no_memory_is_free_before_its_copy_ended(monkeypatch):
     assert moves._coming is None
 
 
-def test_nothing_is_kept_after_the_backward():
-    model, x = layers()
-    apply(model, "part")
-    with TensorMeter() as meter:
-        gradients(model, x)
-        before = meter.live_bytes
-        gradients(model, x)
-    assert meter.live_bytes == before
-
-
 def test_on_the_cpu_a_warning_says_that_it_saves_nothing(log):
     apply(layers()[0], "part")
     assert "MEMFIT.OFFLOAD.MODULES saves nothing with MODEL.DEVICE cpu" in log.text
@@ -167,7 +159,7 @@ def test_inputs_of_checkpoints_within_are_offloaded(monkeypatch):
     both, one = tiny_model(tiny_cfg("mask_rcnn")), tiny_model(tiny_cfg("mask_rcnn"))
     cfg = tiny_cfg()
     cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"]
-    get_technique("ActivationCheckpointing").apply(both, cfg)
+    apply_techniques("model", both, cfg)
     totals = []
     for model in (apply(one, "backbone"), apply(both, "backbone")):
         sizes.clear()
@@ -175,20 +167,6 @@ def test_inputs_of_checkpoints_within_are_offloaded(monkeypatch):
             sum(model(images(2)).values())
         totals.append(sum(sizes))
     assert 0 < totals[1] < 0.6 * totals[0]
-
-
-def test_a_host_with_little_memory_left(monkeypatch):
-    model, x = layers()
-    apply(model, "part")
-    gradients(model, x)
-    monkeypatch.setattr(offload, "available_host_bytes", lambda: 2**28)
-    with pytest.raises(HostMemoryError, match=r"OFFLOAD.MODULES: no host memory .*256 MiB would"):
-        gradients(model, x)
-
-
-def test_a_pattern_that_matches_nothing_is_an_error():
-    with pytest.raises(ConfigError, match=r"OFFLOAD.MODULES: no module of the model matches 'prt'"):
-        apply(layers()[0], "prt")
 
 
 @gpu
@@ -206,3 +184,12 @@ def test_on_a_gpu_gradients_are_the_same_and_memory_is_less():
     for a, e in zip(results[-1], results[2]):
         torch.testing.assert_close(a, e)
     assert peaks[1] < peaks[0]
+
+
+def test_a_host_with_little_memory_left(monkeypatch):
+    model, x = layers()
+    apply(model, "part")
+    gradients(model, x)
+    monkeypatch.setattr(offload, "available_host_bytes", lambda: 2**28)
+    with pytest.raises(HostMemoryError, match=r"OFFLOAD.MODULES: no host memory .*256 MiB would"):
+        gradients(model, x)

@@ -4,24 +4,19 @@
 import copy
 import itertools
 import sys
-from collections import Counter
 
 import pytest
 import torch
-import torch.distributed as dist
-from detectron2.modeling import build_model
 from detectron2.solver import build_optimizer
 from detectron2.utils.events import EventStorage
-from ranks import Ranks
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, Job, compat
-from d2_memfit.config.load import load_cfg
+from d2_memfit.config.settings import check_settings
 from d2_memfit.errors import ConfigError
-from d2_memfit.planner import steps
 from d2_memfit.planner.steps import Session
-from d2_memfit.techniques import apply_techniques
-from d2_memfit.techniques.sharded_optimizer import ShardedOptimizer
+from d2_memfit.techniques.optimizer import ShardedOptimizer
+from d2_memfit.techniques.registry import apply_techniques
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +50,7 @@ def iterate(trainer, num_iterations):
 def test_sharding_on_one_rank_is_an_error():
     cfg = cfg_with("MEMFIT.OPTIMIZER.ZERO", True)
     with pytest.raises(ConfigError, match=r"ZERO shares .* and there is one rank. Set it False"):
-        make(cfg, tiny_model(cfg))
+        check_settings(cfg, 1)
 
 
 def bytes_of_states(optimizer):
@@ -99,64 +94,6 @@ def test_an_estimate_has_the_largest_share_and_no_gradients_of_the_last_iteratio
     job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
     peak = Session(job).train(job.training_batch(2)).peak()
     assert (peak["optimizer"], peak["gradients"]) == (largest, 0)
-
-
-def exchanged_on_rank(rank, pairs):
-    """Bytes that this rank's collectives get in the third iteration, and its optimizer's states."""
-    cfg = cfg_with(*pairs)
-    model = tiny_model(cfg)
-    optimizer = make(cfg, model)
-    ddp = compat.create_ddp_model(model, broadcast_buffers=False)
-    trainer = AccumulatingTrainer(ddp, [images(2)] * 3, optimizer, micro_batch_size=1)
-    iterate(trainer, 2)
-    given = Counter()
-
-    def counted(name, function):
-        def call(tensor, *args, **kwargs):
-            given[name] += tensor.nbytes
-            return function(tensor, *args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_reduce", "broadcast"):
-            patch.setattr(dist, name, counted(name, getattr(dist, name)))
-        iterate(trainer, 1)
-    return dict(given), bytes_of_states(getattr(optimizer, "optim", optimizer))
-
-
-def share_on_rank(rank, cfg):
-    model = build_model(cfg)
-    optimizer = make(cfg, model)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
-    optimizer.step()
-    return bytes_of_states(optimizer.optim)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_keep_and_exchange_what_the_page_on_several_gpus_says(num_ranks):
-    """The shares are those of Mask R-CNN R50-FPN."""
-    ranks = Ranks(num_ranks)
-    cfg = load_cfg("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x")
-    cfg.MODEL.DEVICE, cfg.MODEL.WEIGHTS, cfg.MEMFIT.OPTIMIZER.ZERO = "cpu", "", True
-    cfg.SOLVER.IMS_PER_BATCH = num_ranks
-    try:
-        plain, shared = ranks.run(exchanged_on_rank, ()), ranks.run(exchanged_on_rank, ZERO)
-        shares = ranks.run(share_on_rank, cfg)
-    finally:
-        ranks.stop()
-    trained = [p.nbytes for p in tiny_model(cfg_with()).parameters() if p.requires_grad]
-    reports = num_ranks * 8 * (4 + len(("loss_rpn_cls", "loss_rpn_loc")))
-    assert [given for given, _ in plain] == [{"all_reduce": sum(trained) + reports}] * num_ranks
-    both = {"all_reduce": sum(trained) + reports, "broadcast": sum(trained)}
-    assert [given for given, _ in shared] == [both] * num_ranks
-    assert sum(num_bytes for _, num_bytes in shared) == sum(trained)
-    _, optimizer = steps.build(Job.from_cfg(cfg, num_ranks, image_size=(64, 64), num_instances=1))
-    predicted = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-    print(f"{predicted:,} bytes of states predicted for the largest of {shares}")
-    assert predicted == max(shares)
 
 
 def test_shared_states_are_saved_whole_and_load_anywhere(two_ranks):

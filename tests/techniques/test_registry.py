@@ -1,144 +1,191 @@
 # Copyright (c) the d2_memfit developers.
-import logging
 import re
+from collections import namedtuple
 
 import pytest
-from detectron2.config import CfgNode
-from tiny import ROOT, tiny_cfg
+import torch
+from detector_parts import Block
+from detectron2.config import LazyCall as L
+from detectron2.modeling import META_ARCH_REGISTRY, Backbone
+from detectron2.solver.build import get_default_optimizer_params
+from omegaconf import OmegaConf
+from tiny import ROOT, images, tiny_cfg, tiny_model
+from torch import nn
 
-from d2_memfit import Job, estimate_memory, get_cfg, plan_memory
+from d2_memfit import Job, get_cfg, plan_memory
 from d2_memfit.config.settings import check_settings
 from d2_memfit.errors import ConfigError
-from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimate import DryJob
-from d2_memfit.planner.plan import Ladder
-from d2_memfit.techniques import (
-    ORDER,
-    TECHNIQUES,
-    TIERS,
-    Technique,
-    apply_techniques,
-    get_technique,
-)
-from d2_memfit.techniques.registry import PARTS
+from d2_memfit.techniques.registry import TECHNIQUES, TIERS, apply_techniques, get_technique
 
-pytestmark = pytest.mark.slow
-
-ALL = dict(sorted(TECHNIQUES))
+NAMES = [technique.name for technique in TECHNIQUES]
+OF_YACS = [t.name for t in TECHNIQUES if t.tier == "recipe" and not t.key]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", NAMES)
 def test_each_says_what_it_saves_and_costs_and_where_it_is_from(name):
-    technique = ALL[name]
+    technique = get_technique(name)
     assert technique.tier in TIERS
-    assert technique.part in PARTS
-    says = ["Saves", "Source:", *([] if technique.tier == "recipe" else ["Costs"])]
+    assert technique.part in ("config", "model", "optimizer", "loader", "evaluation")
+    assert technique.needs <= {"gpu", "ranks", "float16", "evaluation"}
     assert bool(technique.changes) == (technique.tier != "exact")
-    if name != "MixedPrecision":  # which is faster
-        missing = [word for word in says if word not in (technique.__doc__ or "")]
-        assert not missing, f"the docstring of {name} does not say {missing}"
-
-
-def test_each_has_a_row_and_a_place_in_the_order_of_plans():
+    says = ["Saves", "Source:", *(["Key: "] if technique.key else [])]
+    for word in says + ([] if technique.tier == "recipe" else ["Costs"]):
+        assert word in technique.__doc__, f"the docstring of {name} does not say {word}"
     page = (ROOT / "docs" / "TECHNIQUES.md").read_text()
-    ordered = {*ORDER}
-    for name, technique in ALL.items():
-        assert f"`{name}`" in page, f"docs/TECHNIQUES.md has no row for {name}"
-        assert name in ordered or not technique.in_plans, (
-            f"{name} has no place in ORDER of techniques/registry.py, and not in_plans = False"
-        )
-    assert ordered <= ALL.keys(), "ORDER of techniques/registry.py has names of no technique"
+    assert f"`{name}`" in page, f"docs/TECHNIQUES.md has no row for {name}"
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_each_is_off_by_default_and_its_settings_turn_it_on(name):
-    technique = ALL[name]
-    cfg = tiny_cfg("mask_rcnn")
-    cfg.MODEL.WEIGHTS = "weights.pth"
-    cfg.INPUT.MIN_SIZE_TRAIN = (640, 800)
-    cfg.INPUT.MASK_FORMAT = "bitmask"
-    cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 256
-    cfg.TRANSFORMERS = CfgNode({"TYPE": "d_fine"})
+def test_the_order_is_that_of_tiers():
+    tiers = [TIERS.index(technique.tier) for technique in TECHNIQUES]
+    assert tiers == sorted(tiers)
+
+
+WRONG = {bool: [1, "yes"], list: [[1], "backbone", 3], type(None): [0, -3, "all", 2.5, True]}
+
+
+@pytest.mark.parametrize("name", [t.name for t in TECHNIQUES if t.key])
+def test_each_is_off_by_default_and_wrong_values_are_errors(name):
+    technique, cfg = get_technique(name), get_cfg()
     assert not technique.is_on(cfg)
-    settings = technique.enabling_settings(cfg)
-    assert settings, f"{name} has no enabling_settings for this config: no plan uses it"
-    for key, value in settings.items():
-        cfg.merge_from_list([key, value])
-    check_settings(cfg)
-    if technique.part != "config" or name == "HostBudget":
-        assert technique.is_on(cfg)
-
-
-def test_settings_are_empty_where_there_is_nothing_to_do():
-    cfg = tiny_cfg("faster_rcnn")
-    for name in ("ChunkedHeads", "PolygonMasks", "OneImageSize"):
-        assert get_technique(name).enabling_settings(cfg) == {}
-
-
-def test_an_unknown_name_is_an_error_that_lists_near_ones():
-    with pytest.raises(ConfigError, match=r"technique 'ChunkedHead' \(did you mean ChunkedHeads"):
-        get_technique("ChunkedHead")
-
-
-def test_one_in_a_users_file_has_keys_and_is_applied(log):
-    @TECHNIQUES.register()
-    class Halving(Technique):
-        tier, part = "recipe", "model"
-
-        @classmethod
-        def add_config(cls, cfg):
-            cfg.MEMFIT.HALVING = False
-
-        @classmethod
-        def is_on(cls, cfg):
-            return cfg.MEMFIT.HALVING
-
-        @classmethod
-        def apply(cls, number, cfg):
-            return number / 2
-
-    try:
+    for value in WRONG[type(technique.off)][: 3 if name == "HostBudget" else None]:
         cfg = get_cfg()
-        assert apply_techniques("model", 8, cfg) == 8
-        assert not log.records
-        cfg.MEMFIT.HALVING = True
-        check_settings(cfg)
-        assert apply_techniques("model", 8, cfg) == 4
-        assert "Technique Halving (recipe) is on" in log.text
-        assert log.records[0].levelno == logging.INFO
-    finally:
-        TECHNIQUES._obj_map.pop("Halving")
+        *parents, leaf = technique.key.split(".")
+        node = cfg
+        for parent in parents:
+            node = node[parent]
+        node[leaf] = value
+        message = re.escape(f"{value!r}")
+        with pytest.raises(ConfigError, match=f"{technique.key} must be .* got {message}"):
+            check_settings(cfg)
+
+
+class DetrLike(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Conv2d(3, 16, 16, 16)
+        self.encoder = nn.ModuleList([Block(16), Block(16)])
+
+    def prepare_for_cdn(self, targets):
+        """Make the denoising queries, as in detrex."""
+
+    def forward(self, batch):
+        self.prepare_for_cdn(batch)
+
+
+class ViT(Backbone):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.ModuleList([Block(16), Block(16)])
+
+    def forward(self, x):
+        pass
+
+    def output_shape(self):
+        return {}
+
+
+def make(family):
+    if family == "DetrLike":
+        return DetrLike()
+    model = tiny_model(tiny_cfg("retinanet" if family == "RetinaNet_" else "mask_rcnn"))
+    if family == "ViTDet":
+        model.backbone = ViT()
+    return model
+
+
+FAMILIES = ["MaskRCNN_", "RetinaNet_", "DetrLike", "ViTDet"]
+for name in FAMILIES:
+    META_ARCH_REGISTRY.register(type(name, (), {"__new__": lambda cls, cfg: make(cls.__name__)}))
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def jobs(family):
+    """The same model as all kinds of jobs."""
+    batch = images(2)
+    cfg = get_cfg()
+    cfg.MODEL.META_ARCHITECTURE, cfg.MODEL.DEVICE, cfg.MODEL.WEIGHTS = family, "cpu", "model.pth"
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    yield "yaml", Job.from_cfg(cfg, 1, batch=batch)
+    train = {"max_iter": 9, "device": "cpu", "output_dir": "output", "init_checkpoint": "model.pth"}
+    params = L(get_default_optimizer_params)(base_lr=0.1)
+    lazy = {
+        "model": L(make)(family=family),
+        "optimizer": L(torch.optim.SGD)(params=params, lr=0.1, momentum=0.9),
+        "dataloader": {"train": {"total_batch_size": 2}},
+        "train": train,
+    }
+    lazy = OmegaConf.create(lazy, flags={"allow_objects": True})
+    yield "LazyConfig", Job.from_lazy(lazy, 1, batch=batch)
+    pieces = {"model": lambda: make(family), "optimizer": optimizer_of, "device": "cpu"}
+    yield "Job", Job(**pieces, images_per_batch=2, ranks=1, batch=batch)
+
+
+OFFERED = {
+    "MaskRCNN_": {"ChunkedMatching", "EvaluationOnHost", "ChunkedHeads", "FrozenModules"},
+    "RetinaNet_": {"ChunkedMatching", "EvaluationOnHost", "FrozenModules"},
+    "DetrLike": {"DenoisingQueries", "FrozenModules"},
+    "ViTDet": {"ChunkedMatching", "EvaluationOnHost", "ChunkedHeads", "FrozenModules"},
+}
+ALWAYS = {"PackedMasks", "ShardedOptimizerStates", "ActivationCheckpointing", "ActivationOffload"}
+ALWAYS |= {"MixedPrecision", "EightBitOptimizerStates"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_kinds_of_jobs_are_offered_the_same(family):
+    for kind, job in jobs(family):
+        model = job.build_model("cpu", announce=False)
+        settings = {t.name: t.settings(job, model) for t in TECHNIQUES}
+        offered = {name for name, found in settings.items() if found} - {*OF_YACS}
+        assert offered == ALWAYS | OFFERED[family], kind
+        changed = job
+        for name in offered:
+            changed = changed.with_settings(settings[name])  # an error where there is no such key
+        on = {t.name for t in TECHNIQUES if t.is_on(changed.cfg)}
+        assert on == offered - {"MixedPrecision"}
 
 
 @pytest.fixture
-def skeleton():
-    """The technique of docs/TECHNIQUES.md, as it stands there."""
-    page = (ROOT / "docs" / "TECHNIQUES.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+def mine():
+    """The technique of docs/CONTRIBUTING.md: one file, and one entry in the list."""
+    page = (ROOT / "docs" / "CONTRIBUTING.md").read_text().partition("### A technique\n")[2]
     names = {}
-    exec(compile(code, "TECHNIQUES.md", "exec"), names)
-    yield names["MyTechnique"]
-    TECHNIQUES._obj_map.pop("MyTechnique")
+    exec(re.search(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[1], names)
+    technique = names["MyTechnique"]()
+    TECHNIQUES.append(technique)
+    yield technique
+    TECHNIQUES.remove(technique)
 
 
-def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, log):
-    applied = []
-    monkeypatch.setattr(skeleton, "apply", lambda model, cfg: applied.append(cfg) or model)
+def test_a_new_one_has_a_key_and_is_applied_and_planned(mine, monkeypatch, log):
     cfg = tiny_cfg("proposal_network", fpn=False)
-    cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 1
-    cfg.MEMFIT.MINE, cfg.MEMFIT.BUDGET_GB = True, 10
+    cfg.SOLVER.IMS_PER_BATCH = 1
+    monkeypatch.setattr(type(mine), "apply", lambda self, model, value: (model, value))
+    assert apply_techniques("model", 8, cfg) == 8
+    assert not log.records
+    cfg.MEMFIT.MINE = True
     check_settings(cfg)
-    estimate_memory(cfg, device="cuda")
-    assert applied
+    assert apply_techniques("model", 8, cfg) == (8, True)
+    assert "Technique MyTechnique (exact) is on" in log.text
+    monkeypatch.undo()
     cfg.MEMFIT.MINE = False
     lines = []
-    plan_memory(cfg, 0.3, device="cuda", allow=["exact"], progress=lines.append)
+    plan_memory(
+        cfg, 0.3, device="cuda", allow=["exact"], batch=images(1), evaluates=False,
+        progress=lines.append,
+    )  # fmt: skip
     assert any("MyTechnique" in line for line in lines)  # it was tried
 
 
-def test_a_technique_without_settings_is_not_planned(skeleton):
-    """A plan tries what is usable, and what ``names`` has: see the test above."""
-    start = DryJob(Job.from_cfg(tiny_cfg("faster_rcnn"), 1), DeviceModel.load("cuda"))
-    assert Ladder(start, 6, ["exact"])._usable("exact")[-1] == "MyTechnique"
-    del skeleton.enabling_settings
-    assert "MyTechnique" not in Ladder(start, 6, ["exact"])._usable("exact")
+@pytest.mark.parametrize("name", ["targets", "mask_labels"])
+def test_masks_in_a_column_of_a_batch_are_packed(name):
+    (data,) = images(1)
+    masks = data["instances"].gt_masks.tensor
+    columns = namedtuple("Columns", ["pixels", name])
+    batch = columns([data["image"]], [masks if name == "mask_labels" else {"masks": masks}])
+    pieces = {"model": lambda: make("DetrLike"), "optimizer": optimizer_of, "device": "cpu"}
+    for given in (batch, tuple(batch)):
+        offered = get_technique("PackedMasks").suggest(Job(**pieces, ranks=1, batch=given), None)
+        assert offered == (True if given is batch or name == "targets" else None)

@@ -7,10 +7,10 @@ from pages import section
 
 from d2_memfit import get_cfg
 from d2_memfit.common.checks import value_of
-from d2_memfit.config.keys import keys_of
+from d2_memfit.config.keys import all_keys, keys_of
 from d2_memfit.config.lazy import cfg_of_lazy, lazy_name
 
-KEYS = list(reference.keys())
+KEYS = list(all_keys())
 
 
 def test_the_reference_is_up_to_date():

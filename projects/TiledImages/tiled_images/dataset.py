@@ -1,14 +1,12 @@
 # Copyright (c) the d2_memfit developers.
-"""The tiles of a dataset's images, and the sampler that draws them in training."""
+"""The tiles of a dataset's images."""
 
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from detectron2.data import DatasetFromList
-from detectron2.utils import comm
 from numpy.typing import NDArray
 
 from d2_memfit.errors import DataError
@@ -16,7 +14,7 @@ from d2_memfit.predict.tiles import Grid
 
 from .clip import box_of, clip_annotation
 
-__all__ = ["BalancedTileSampler", "TiledDataset", "tiles_showing"]
+__all__ = ["TiledDataset", "tiles_showing"]
 
 
 def tiles_showing(grid: Grid, box: NDArray[Any], min_visible: float) -> list[int]:
@@ -112,42 +110,3 @@ class TiledDataset(torch.utils.data.Dataset[dict[str, Any]]):
             "width": tile.width,
             "annotations": [annotation for annotation in clipped if annotation],
         }
-
-
-class BalancedTileSampler(torch.utils.data.Sampler[int]):
-    """An endless stream of tile numbers, of which a given share has objects.
-
-    Tiles with and without objects are each drawn in a random order, all of them before one comes
-    again. All ranks draw the same numbers and take turns. If all tiles or none have objects, the
-    share has no effect.
-
-    Args:
-        has_objects: one value per tile [n].
-        object_share: from 0 to 1.
-        seed: the same on all ranks; by default they agree on one.
-    """
-
-    def __init__(
-        self, has_objects: NDArray[Any], object_share: float, seed: Optional[int] = None
-    ) -> None:
-        self._kinds = np.flatnonzero(~has_objects), np.flatnonzero(has_objects)
-        self._share = object_share
-        self._seed = comm.shared_random_seed() if seed is None else seed
-        self._rank, self._world_size = comm.get_rank(), comm.get_world_size()
-        if not all(map(len, self._kinds)):
-            self._share = float(has_objects.any())
-
-    def __iter__(self) -> Iterator[int]:
-        yield from itertools.islice(self._draw(), self._rank, None, self._world_size)
-
-    def _draw(self) -> Iterator[int]:
-        rng = torch.Generator().manual_seed(int(self._seed))
-        kinds = [_in_random_order(kind, rng) for kind in self._kinds]
-        while True:
-            yield next(kinds[torch.rand((), generator=rng).item() < self._share])
-
-
-def _in_random_order(numbers: NDArray[Any], rng: torch.Generator) -> Iterator[int]:
-    while True:
-        for i in torch.randperm(len(numbers), generator=rng):
-            yield int(numbers[i])

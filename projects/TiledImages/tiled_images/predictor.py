@@ -14,7 +14,7 @@ from tqdm import tqdm
 from d2_memfit.memory import return_large_blocks
 from d2_memfit.predict.tiles import Detection, Grid, SeamMerger, found_in_tile, to_coco
 
-from .reader import CorruptImageError, open_image, warn_left_out
+from .reader import open_image
 
 __all__ = ["TiledPredictor"]
 
@@ -26,8 +26,7 @@ class TiledPredictor(nn.Module):
     that reach further.
 
     A call takes a list of dicts of whole images. It returns ``{"instances": [...]}`` for each, in
-    COCO's results format, with the model's categories. With TILES.SKIP_CORRUPT, an image that
-    cannot be read completely has no instances, and a warning is logged.
+    COCO's results format, with the model's categories.
 
     Args:
         cfg: gives TILES, INPUT.FORMAT and DATALOADER.NUM_WORKERS.
@@ -45,16 +44,10 @@ class TiledPredictor(nn.Module):
         return_large_blocks()
 
     def forward(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [{"instances": self._results(**image)} for image in inputs]
-
-    def _results(self, file_name: str, image_id: int, **_: Any) -> list[dict[str, Any]]:
-        try:
-            return [to_coco(detection, image_id) for detection in self.detect(file_name)]
-        except CorruptImageError as e:
-            if not self._tiles.SKIP_CORRUPT:
-                raise
-            warn_left_out(e)
-            return []
+        return [
+            {"instances": [to_coco(d, i["image_id"]) for d in self.detect(i["file_name"])]}
+            for i in inputs
+        ]
 
     def detect(self, file_name: str) -> Iterator[Detection]:
         """Yield an image's objects, each once no later tile can show more of it.
@@ -62,7 +55,7 @@ class TiledPredictor(nn.Module):
         A progress bar is shown in a terminal.
 
         Raises:
-            CorruptImageError: the image cannot be read; some objects may have come before.
+            DataError: the image cannot be read; some objects may have come before.
         """
         parts = _TilesOfImage(file_name, self._image_format, self._tiles)
         merger = SeamMerger(parts.grid, self._tiles.MERGE_IOU)
@@ -74,22 +67,20 @@ class TiledPredictor(nn.Module):
         )
         with tqdm(total=len(parts), desc=file_name, unit="tile", disable=None) as progress:
             for batch in loader:
-                for tile_input, output in zip(batch, self._infer(batch)):
+                with torch.no_grad():
+                    outputs = self.model(batch)
+                for tile_input, output in zip(batch, outputs):
                     found = found_in_tile(output["instances"], tile_input["tile"])
                     yield from merger.add(tile_input["tile"], found)
                 progress.update(len(batch))
         yield from merger.finish()
-
-    @torch.no_grad()
-    def _infer(self, batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return self.model(batch)
 
 
 class _TilesOfImage(Dataset[dict[str, Any]]):
     """The model's input for each tile of an image."""
 
     def __init__(self, file_name: str, image_format: str, tiles: CfgNode) -> None:
-        self._arguments = file_name, image_format, list(tiles.BANDS)
+        self._arguments = file_name, image_format
         image = open_image(*self._arguments)
         self.grid = Grid(image.height, image.width, tiles.SIZE, tiles.OVERLAP)
         # An image that is decoded as a whole should be decoded once.

@@ -3,7 +3,6 @@
 
 import math
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from d2_memfit.compat import without_ddp
 
-__all__ = ["AverageWeights", "averaged_model", "update_average"]
+__all__ = ["AverageWeights", "averaged_model"]
 
 
 def averaged_model(model: nn.Module, decay: float, tau: float) -> AveragedModel:
@@ -39,21 +38,11 @@ def _update(
         average.copy_(value)
 
 
-def update_average(detector: Any) -> None:
-    """Update ``detector.ema`` by ``detector.model``, after an optimizer step."""
-    average = detector.ema.module
-    current = detector.model.state_dict()  # layers with adapters have their merged weights there
-    named = SimpleNamespace(
-        parameters=lambda: [current[name] for name, _ in average.named_parameters()],
-        buffers=lambda: [current.get(name, buffer) for name, buffer in average.named_buffers()],
-    )
-    detector.ema.update_parameters(named)
-
-
 class AverageWeights(HookBase):
     """Updates ``ema`` of the trainer's model after each iteration. Register it on all ranks,
     before the hooks that save and evaluate.
     """
 
     def after_step(self) -> None:
-        update_average(without_ddp(self.trainer.model))
+        detector: Any = without_ddp(self.trainer.model)
+        detector.ema.update_parameters(detector.model)

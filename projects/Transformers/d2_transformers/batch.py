@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from detectron2.structures import BitMasks, Boxes, ImageList, Instances, PolygonMasks
+from detectron2.structures import BitMasks, ImageList, Instances, PolygonMasks
 from torch import Tensor
 
-__all__ = ["Labels", "images_of", "labels_of"]
+__all__ = ["Images", "images_of", "labels_of"]
 
 Labels = dict[str, Tensor]
 Size = tuple[int, int]  # height and width in pixels
@@ -50,16 +50,11 @@ def images_of(
         height, width = images[0].shape[-2:]
         is_known = height == width and height in resolutions
         side = height if is_known else sorted(resolutions)[len(resolutions) // 2]
-        images = [_resized(image, (side, side)) for image in images]
-        return Images(torch.stack(images), [tuple(image.shape[-2:]) for image in images])
-    padded = ImageList.from_tensors(images, size_divisibility)
+        for i, image in enumerate(images):
+            if image.shape[-2:] != (side, side):
+                images[i] = F.interpolate(image[None], (side, side), mode="bilinear")[0]
+    padded = ImageList.from_tensors(images, 1 if resolutions else size_divisibility)
     return Images(padded.tensor, padded.image_sizes)
-
-
-def _resized(image: Tensor, size: Size) -> Tensor:
-    if image.shape[-2:] == size:
-        return image
-    return F.interpolate(image[None], size=size, mode="bilinear", align_corners=False)[0]
 
 
 def labels_of(
@@ -79,12 +74,10 @@ def labels_of(
     device = images.pixels.device
     labels = []
     for of_image, size in zip(objects, images.sizes):
-        # Its own size, which differs from the batch's if all were resized to one.
-        own = of_image.image_size
-        scale = (height / size[0], width / size[1]) if not takes_mask else (1.0, 1.0)
+        own = of_image.image_size  # which differs from the batch's if all were resized to one
+        scale = (1.0, 1.0) if takes_mask else (height / size[0], width / size[1])
         extent = torch.tensor([own[1] * scale[1], own[0] * scale[0]] * 2, device=device)
-        boxes: Boxes = of_image.gt_boxes.to(device)
-        corners = boxes.tensor
+        corners = of_image.gt_boxes.tensor.to(device)
         centers = (corners[:, :2] + corners[:, 2:]) / 2
         found = {
             "class_labels": of_image.gt_classes.to(device),
@@ -94,8 +87,7 @@ def labels_of(
             masks = _bitmasks(of_image.gt_masks, own).to(device)
             if own != size:
                 masks = F.interpolate(masks[:, None].float(), size=size, mode="nearest")[:, 0] > 0
-            masks = F.pad(masks, (0, width - size[1], 0, height - size[0]))
-            found["masks"] = masks
+            found["masks"] = F.pad(masks, (0, width - size[1], 0, height - size[0]))
         labels.append(found)
     return labels
 

@@ -1,16 +1,37 @@
 # Copyright (c) the d2_memfit developers.
 """The config keys of this project."""
 
-from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from detectron2.config import CfgNode
 
-from d2_memfit.common.checks import check_positive_number, check_strings, choice, whole
+from d2_memfit.common.checks import (
+    Check,
+    check_all,
+    check_positive_number,
+    check_strings,
+    choice,
+    fits,
+    whole,
+)
 from d2_memfit.errors import ConfigError
 
 from .families import FAMILIES
 
 __all__ = ["add_transformers_config", "check_transformers_config"]
+
+_PAIRS = Check("a list of pairs [name, value]", lambda value: fits(value, list[tuple[str, Any]]))
+_DECAY = Check("a number from 0, less than 1", lambda value: fits(value, float) and 0 <= value < 1)
+_CHECKS = {
+    "TYPE": choice(*FAMILIES),
+    **dict.fromkeys(("NUM_QUERIES", "RESOLUTION", "MULTI_SCALE_STEPS"), whole(0)),
+    "MULTI_SCALE_STRIDE": whole(),
+    "FREEZE": check_strings,
+    **dict.fromkeys(("OPTIONS", "LR_MULTIPLIERS"), _PAIRS),
+    "EMA_DECAY": _DECAY,
+    "EMA_TAU": check_positive_number,
+}
 
 
 def add_transformers_config(cfg: CfgNode) -> None:
@@ -18,7 +39,7 @@ def add_transformers_config(cfg: CfgNode) -> None:
     TransformersDetector. Classes are MODEL.ROI_HEADS.NUM_CLASSES; masks are MODEL.MASK_ON.
     """
     cfg.TRANSFORMERS = CfgNode()
-    # "rf_detr", "rt_detr_v2", "d_fine", "deformable_detr", "mask2former" or "eomt".
+    # "rf_detr", "rt_detr_v2" or "mask2former".
     cfg.TRANSFORMERS.TYPE = "rf_detr"
     # A size of that type, such as "nano"; families.py has them. Or a config.json of transformers,
     # or the folder that it is in.
@@ -49,42 +70,22 @@ def add_transformers_config(cfg: CfgNode) -> None:
 
 
 def check_transformers_config(cfg: CfgNode) -> None:
-    """Raise :class:`ConfigError` on the first invalid value."""
+    """Raise :class:`ConfigError` with a line for each wrong value."""
     keys = cfg.TRANSFORMERS
-    choice(*FAMILIES)("TRANSFORMERS.TYPE", keys.TYPE)
+    check_all(
+        ([name], partial(check, f"TRANSFORMERS.{name}", keys[name]))
+        for name, check in _CHECKS.items()
+    )
+    for _, factor in keys.LR_MULTIPLIERS:
+        check_positive_number("TRANSFORMERS.LR_MULTIPLIERS", factor)
     family = FAMILIES[keys.TYPE]
-    if family.mask_class is None and cfg.MODEL.MASK_ON:
+    if (family.mask_class if cfg.MODEL.MASK_ON else family.box_class) is None:
         raise ConfigError(
-            f"MODEL.MASK_ON must be False: TRANSFORMERS.TYPE {keys.TYPE} has no masks"
+            f"MODEL.MASK_ON must be {not cfg.MODEL.MASK_ON} with TRANSFORMERS.TYPE {keys.TYPE}"
         )
-    if family.box_class is None and not cfg.MODEL.MASK_ON:
-        raise ConfigError(
-            f"MODEL.MASK_ON must be True: TRANSFORMERS.TYPE {keys.TYPE} is trained on masks"
-        )
-    for key in ("NUM_QUERIES", "RESOLUTION", "MULTI_SCALE_STEPS"):
-        whole(0)(f"TRANSFORMERS.{key}", keys[key])
-    whole()("TRANSFORMERS.MULTI_SCALE_STRIDE", keys.MULTI_SCALE_STRIDE)
     if max(keys.RESOLUTION, 1) <= keys.MULTI_SCALE_STEPS * keys.MULTI_SCALE_STRIDE:
         raise ConfigError(
             f"TRANSFORMERS.MULTI_SCALE_STEPS {keys.MULTI_SCALE_STEPS} x MULTI_SCALE_STRIDE "
             f"{keys.MULTI_SCALE_STRIDE} must be less than TRANSFORMERS.RESOLUTION, got "
             f"{keys.RESOLUTION}"
         )
-    check_strings("TRANSFORMERS.FREEZE", keys.FREEZE)
-    for key in ("OPTIONS", "LR_MULTIPLIERS"):
-        check_pairs(f"TRANSFORMERS.{key}", keys[key])
-    for _, factor in keys.LR_MULTIPLIERS:
-        check_positive_number("TRANSFORMERS.LR_MULTIPLIERS", factor)
-    if not 0 <= keys.EMA_DECAY < 1:
-        raise ConfigError(
-            f"TRANSFORMERS.EMA_DECAY must be at least 0 and less than 1, got {keys.EMA_DECAY!r}"
-        )
-    check_positive_number("TRANSFORMERS.EMA_TAU", keys.EMA_TAU)
-
-
-def check_pairs(name: str, value: object) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is a list of (text, anything)."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    for pair in value if is_list else [value]:  # type: ignore[attr-defined]
-        if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise ConfigError(f"{name} must be a list of pairs [name, value], got {value!r}")

@@ -21,7 +21,6 @@ class Family:
             without padding.
         has_own_criterion: whether the losses come from a module ``criterion``, and not in the
             output.
-        weights_losses: whether its losses have their weights already.
     """
 
     box_class: Optional[str]
@@ -29,130 +28,94 @@ class Family:
     sizes: Mapping[str, Mapping[str, Any]]
     takes_mask: bool = False
     has_own_criterion: bool = False
-    weights_losses: bool = False
 
 
-def _rf_detr(
-    decoder_layers: int, patch_size: int, num_windows: int, image_size: int, is_base: bool = False
-) -> dict[str, Any]:
-    """An RF-DETR with DINOv2 small or base, whose position embeddings fit ``image_size`` pixels."""
+# rfdetr/config.py, version 1.4, and convert_rf_detr_weights_to_hf.py of transformers. Large is that
+# of version 1.3, which has two levels of features in rfdetr, and one in transformers. Decoder
+# layers, pixels of a patch, windows, pixels of the position embeddings, and queries.
+_RF_DETR = {
+    "nano": (2, 16, 2, 384, 300),
+    "small": (3, 16, 2, 512, 300),
+    "base": (3, 14, 4, 518, 300),
+    "medium": (4, 16, 2, 576, 300),
+    "large": (3, 14, 4, 518, 300),
+    "large_2026": (4, 16, 2, 704, 300),
+    "seg_preview": (4, 12, 2, 432, 200),
+    "seg_nano": (4, 12, 1, 312, 100),
+    "seg_small": (4, 12, 2, 384, 100),
+    "seg_medium": (5, 12, 2, 432, 200),
+    "seg_large": (5, 12, 2, 504, 300),
+    "seg_xlarge": (6, 12, 2, 624, 300),
+    "seg_2xlarge": (6, 12, 2, 768, 300),
+}
+# convert_rt_detr_v2_weights_to_hf.py of transformers: layers of the ResNet, and of the decoder.
+_RT_DETR = {
+    "r18": ([2, 2, 2, 2], 3),
+    "r34": ([3, 4, 6, 3], 4),
+    "r50": ([3, 4, 6, 3], 6),
+    "r101": ([3, 4, 23, 3], 6),
+}
+_STAGES = ["stage1", "stage2", "stage3", "stage4"]
+_RESNET50 = {"model_type": "resnet", "depths": [3, 4, 6, 3], "out_features": _STAGES}
+_SWIN = {"model_type": "swin", "drop_path_rate": 0.3, "out_features": _STAGES}
+_MASK2FORMER = {
+    "r50": _RESNET50,
+    "swin_tiny": {**_SWIN, "depths": [2, 2, 6, 2]},
+    "swin_small": {**_SWIN, "depths": [2, 2, 18, 2]},
+}
+
+
+def _rf_detr(name: str) -> dict[str, Any]:
+    """An RF-DETR with DINOv2 small, or base if it is large."""
+    layers, patch_size, num_windows, image_size, num_queries = _RF_DETR[name]
+    is_large = name == "large"
     stages = (2, 5, 8, 11) if patch_size == 14 else (3, 6, 9, 12)
     backbone = {
         "model_type": "rf_detr_dinov2",
-        "hidden_size": 768 if is_base else 384,
-        "num_attention_heads": 12 if is_base else 6,
+        "hidden_size": 768 if is_large else 384,
+        "num_attention_heads": 12 if is_large else 6,
         "patch_size": patch_size,
         "num_windows": num_windows,
         "image_size": image_size,
         "out_features": [f"stage{i}" for i in stages],
     }
-    of_large = {
-        "d_model": 384,
-        "decoder_self_attention_heads": 12,
-        "decoder_cross_attention_heads": 24,
-    }
-    return {
-        "backbone_config": backbone,
-        "decoder_layers": decoder_layers,
-        "decoder_n_points": 4 if is_base else 2,
-        **(of_large if is_base else {}),
-    }
+    options = {"backbone_config": backbone, "decoder_layers": layers, "decoder_n_points": 2}
+    if is_large:
+        options.update(decoder_n_points=4, d_model=384)
+        options.update(decoder_self_attention_heads=12, decoder_cross_attention_heads=24)
+    if name.startswith("seg_"):
+        options.update(num_queries=num_queries, class_loss_coefficient=5.0)
+    return options
 
 
-def _rf_detr_seg(
-    decoder_layers: int, num_queries: int, image_size: int, num_windows: int = 2
-) -> dict[str, Any]:
-    """An RF-DETR-Seg as released, with patches of 12 pixels."""
-    return {
-        **_rf_detr(decoder_layers, 12, num_windows, image_size),
-        "num_queries": num_queries,
-        "class_loss_coefficient": 5.0,
-    }
-
-
-def _rt_detr(depths: list[int], decoder_layers: int = 6, **values: Any) -> dict[str, Any]:
+def _rt_detr(name: str) -> dict[str, Any]:
+    depths, layers = _RT_DETR[name]
     backbone = {"model_type": "rt_detr_resnet", "depths": depths, "out_indices": [2, 3, 4]}
-    return {"backbone_config": backbone, "decoder_layers": decoder_layers, **values}
-
-
-def _small_rt_detr(depths: list[int], decoder_layers: int) -> dict[str, Any]:
-    """An RT-DETR with a ResNet of two-layer blocks."""
-    options = _rt_detr(depths, decoder_layers, hidden_expansion=0.5)
-    options["backbone_config"].update(layer_type="basic", hidden_sizes=[64, 128, 256, 512])
-    return {**options, "encoder_in_channels": [128, 256, 512]}
-
-
-def _resnet(stages: list[str]) -> dict[str, Any]:
-    return {"model_type": "resnet", "depths": [3, 4, 6, 3], "out_features": stages}
-
-
-def _swin(depths: list[int]) -> dict[str, Any]:
-    stages = ["stage1", "stage2", "stage3", "stage4"]
-    return {"model_type": "swin", "depths": depths, "drop_path_rate": 0.3, "out_features": stages}
+    options: dict[str, Any] = {"backbone_config": backbone, "decoder_layers": layers}
+    if layers < 6:  # a ResNet of blocks with two layers
+        backbone.update(layer_type="basic", hidden_sizes=[64, 128, 256, 512])
+        options.update(hidden_expansion=0.5, encoder_in_channels=[128, 256, 512])
+    if name == "r101":
+        options.update(encoder_hidden_dim=384, encoder_ffn_dim=2048)
+        options.update(decoder_in_channels=[384, 384, 384])
+    return options
 
 
 FAMILIES = {
-    # rfdetr/config.py, version 1.4, and convert_rf_detr_weights_to_hf.py of transformers. Large is
-    # that of version 1.3, which has two levels of features in rfdetr, and one in transformers.
     "rf_detr": Family(
         "RfDetrForObjectDetection",
         "RfDetrForInstanceSegmentation",
-        {
-            "nano": _rf_detr(2, 16, 2, 384),
-            "small": _rf_detr(3, 16, 2, 512),
-            "base": _rf_detr(3, 14, 4, 518),
-            "medium": _rf_detr(4, 16, 2, 576),
-            "large": _rf_detr(3, 14, 4, 518, is_base=True),
-            "large_2026": _rf_detr(4, 16, 2, 704),
-            "seg_preview": _rf_detr_seg(4, 200, 432),
-            "seg_nano": _rf_detr_seg(4, 100, 312, num_windows=1),
-            "seg_small": _rf_detr_seg(4, 100, 384),
-            "seg_medium": _rf_detr_seg(5, 200, 432),
-            "seg_large": _rf_detr_seg(5, 300, 504),
-            "seg_xlarge": _rf_detr_seg(6, 300, 624),
-            "seg_2xlarge": _rf_detr_seg(6, 300, 768),
-        },
+        {name: _rf_detr(name) for name in _RF_DETR},
         takes_mask=True,
     ),
-    # convert_rt_detr_v2_weights_to_hf.py of transformers
     "rt_detr_v2": Family(
-        "RTDetrV2ForObjectDetection",
-        None,
-        {
-            "r18": _small_rt_detr([2, 2, 2, 2], 3),
-            "r34": _small_rt_detr([3, 4, 6, 3], 4),
-            "r50": _rt_detr([3, 4, 6, 3]),
-            "r101": _rt_detr(
-                [3, 4, 23, 3],
-                encoder_hidden_dim=384,
-                encoder_ffn_dim=2048,
-                decoder_in_channels=[384, 384, 384],
-            ),
-        },
-        weights_losses=True,
-    ),
-    "d_fine": Family("DFineForObjectDetection", None, {"large": {}}, weights_losses=True),
-    "deformable_detr": Family(
-        "DeformableDetrForObjectDetection",
-        None,
-        {
-            "r50": {
-                "backbone_config": _resnet(["stage2", "stage3", "stage4"]),
-                "auxiliary_loss": True,
-            }
-        },
-        takes_mask=True,
+        "RTDetrV2ForObjectDetection", None, {name: _rt_detr(name) for name in _RT_DETR}
     ),
     "mask2former": Family(
         None,
         "Mask2FormerForUniversalSegmentation",
-        {
-            "r50": {"backbone_config": _resnet(["stage1", "stage2", "stage3", "stage4"])},
-            "swin_tiny": {"backbone_config": _swin([2, 2, 6, 2])},
-            "swin_small": {"backbone_config": _swin([2, 2, 18, 2])},
-        },
+        {name: {"backbone_config": backbone} for name, backbone in _MASK2FORMER.items()},
         takes_mask=True,
         has_own_criterion=True,
     ),
-    "eomt": Family(None, "EomtForUniversalSegmentation", {"large": {}}, has_own_criterion=True),
 }

@@ -4,7 +4,7 @@
 from typing import Any, Callable
 
 import torch
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import BitMasks, Boxes, Instances
 from torch import Tensor
 
 __all__ = ["instances_of_boxes", "instances_of_masks"]
@@ -59,7 +59,7 @@ def instances_of_masks(
     certainty = (logits.sigmoid().flatten(1) * inside).sum(1) / (inside.sum(1) + 1e-6)
     found = Instances(size)
     found.pred_masks = _in_image(logits, shown, size, resize)
-    found.pred_boxes = Boxes(_around(found.pred_masks))
+    found.pred_boxes = BitMasks(found.pred_masks).get_bounding_boxes()
     found.scores, found.pred_classes = scores * certainty, classes
     return found
 
@@ -83,15 +83,3 @@ def _in_image(logits: Tensor, shown: tuple[float, float], size: Size, resize: Re
         masks = mask.new_empty(len(logits), *size) if masks is None else masks
         masks[i] = mask[0]
     return masks
-
-
-def _around(masks: Tensor) -> Tensor:
-    """Boxes [num, 4] around masks; zeros around an empty one."""
-    boxes = masks.new_zeros(len(masks), 4, dtype=torch.float32)
-    for side, dim in ((0, 1), (1, 2)):
-        hit = masks.any(dim).float()  # along x, then along y
-        length = hit.shape[1]
-        first = hit.argmax(1)
-        last = length - hit.flip(1).argmax(1)
-        boxes[:, side], boxes[:, side + 2] = first, torch.where(hit.any(1), last, first)
-    return boxes

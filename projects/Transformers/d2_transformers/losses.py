@@ -17,9 +17,6 @@ from .families import Family
 
 __all__ = ["losses_by_name"]
 
-# Not divided by a number of objects: means over queries, and a metric.
-_OTHER_MEANS = ("loss_ddf", "loss_cross_entropy")
-
 # Modules in which a loss all-reduces its number of objects.
 _REDUCING = ("transformers.loss.loss_lw_detr", "transformers.loss.loss_rf_detr")
 
@@ -42,32 +39,24 @@ def losses_by_name(
                 model(**inputs)
         else:
             losses = model(**inputs).loss_dict
-            if not family.weights_losses:
+            if bare.config.model_type == "rf_detr":  # the others have weighted theirs
                 losses = weighted_losses(losses, bare.config)
     classes = inputs.get("class_labels") or [labels["class_labels"] for labels in inputs["labels"]]
     num_objects = sum(map(len, classes))
     groups = getattr(bare.config, "group_detr", 1)  # of queries, each with all objects
-    divisor = max(num_objects * groups, 1) / groups
-    return divided_by(losses, divisor, window_count(num_objects))
+    factor = max(num_objects, 1 / groups) / window_count(num_objects)
+    # The class loss of Mask2Former is a mean over queries.
+    return {n: v if n.startswith("loss_cross_entropy") else v * factor for n, v in losses.items()}
 
 
 @contextmanager
 def collected_losses(criterion: nn.Module) -> Iterator[dict[str, Tensor]]:
     """While open, the dict gets a criterion's losses, of which its model returns only the sum.
 
-    The model weights these tensors in place. The losses of a criterion that is called for each
-    layer are numbered.
+    The model weights these tensors in place.
     """
     losses: dict[str, Tensor] = {}
-    calls = 0
-
-    def collect(module: nn.Module, args: Any, output: dict[str, Tensor]) -> None:
-        nonlocal calls
-        suffix = f"_call{calls}" if calls else ""
-        losses.update((name + suffix, loss) for name, loss in output.items())
-        calls += 1
-
-    hook = criterion.register_forward_hook(collect)
+    hook = criterion.register_forward_hook(lambda module, args, output: losses.update(output))
     try:
         yield losses
     finally:
@@ -75,16 +64,16 @@ def collected_losses(criterion: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 
 def weighted_losses(losses: Mapping[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Losses of Deformable DETR and RF-DETR with their weights in the sum."""
+    """Losses of RF-DETR with their weights in the sum."""
     weights = {
-        "loss_ce": getattr(config, "class_loss_coefficient", 1),  # Deformable DETR has none
+        "loss_ce": config.class_loss_coefficient,
         "loss_bbox": config.bbox_loss_coefficient,
         "loss_giou": config.giou_loss_coefficient,
         "loss_mask_ce": getattr(config, "mask_class_loss_coefficient", 0),
         "loss_mask_dice": getattr(config, "mask_dice_loss_coefficient", 0),
     }
     names = {name: re.sub(r"(_\d+|_enc)$", "", name) for name in losses}
-    # The mask losses of RF-DETR are tensors without elements where there are no objects.
+    # The mask losses are tensors without elements where there are no objects.
     return {n: loss.sum() * weights[names[n]] for n, loss in losses.items() if names[n] in weights}
 
 
@@ -129,14 +118,3 @@ def _image_by_image(matcher: type[nn.Module]) -> type[nn.Module]:
             return indices
 
     return ImageByImage
-
-
-def divided_by(
-    losses: Mapping[str, Tensor], num_objects: float, new_num_objects: float
-) -> dict[str, Tensor]:
-    """Divide losses by another number of objects than they were divided by."""
-    factor = num_objects / new_num_objects
-    return {
-        name: loss if name.startswith(_OTHER_MEANS) else loss * factor
-        for name, loss in losses.items()
-    }

@@ -25,7 +25,6 @@ from d2_memfit.errors import ConfigError
 
 from .average import AverageWeights
 from .data import build_mapper
-from .model import TransformersDetector
 
 __all__ = ["SavePretrained", "Trainer"]
 
@@ -44,7 +43,38 @@ class Trainer(MemfitTrainer):
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> Optimizer:
-        return build_optimizer(cfg, model)
+        """Build AdamW with TRANSFORMERS.LR_MULTIPLIERS.
+
+        Norms, biases and one-dimensional embeddings have no weight decay. SOLVER.CLIP_GRADIENTS
+        clips the norm of the whole gradient, as in DETR.
+
+        Raises:
+            ConfigError: a pattern matches nothing, or another kind of clipping is configured.
+        """
+        factors = dict(cfg.TRANSFORMERS.LR_MULTIPLIERS)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for pattern in factors:
+            if not any(fnmatchcase(name, pattern) for name, _ in trained):
+                raise ConfigError(f"TRANSFORMERS.LR_MULTIPLIERS: no parameter matches {pattern!r}")
+        groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in trained:
+            found = (f for pattern, f in factors.items() if fnmatchcase(name, pattern))
+            factor = next(found, 1.0)
+            decay = cfg.SOLVER.WEIGHT_DECAY if parameter.dim() > 1 else 0.0
+            groups[factor, decay].append(parameter)
+        options = [
+            {"params": parameters, "lr": cfg.SOLVER.BASE_LR * factor, "weight_decay": decay}
+            for (factor, decay), parameters in groups.items()
+        ]
+        if not cfg.SOLVER.CLIP_GRADIENTS.ENABLED:
+            return AdamW(options)
+        clip = cfg.SOLVER.CLIP_GRADIENTS
+        if clip.CLIP_TYPE not in ("norm", "full_model"):
+            raise ConfigError(
+                "SOLVER.CLIP_GRADIENTS.CLIP_TYPE must be 'norm', that of all parameters together, "
+                f"got {clip.CLIP_TYPE!r}"
+            )
+        return _ClippingAdamW(options, clip.CLIP_VALUE)
 
     def build_hooks(self) -> list[HookBase]:
         hooks: list[HookBase] = super().build_hooks()
@@ -57,7 +87,8 @@ class Trainer(MemfitTrainer):
     def resume_or_load(self, resume: bool = True) -> Any:
         weights = self.cfg.TRANSFORMERS.WEIGHTS
         if weights and not (resume and self.checkpointer.has_checkpoint()):
-            _detector(self).load_pretrained(weights)
+            detector: Any = without_ddp(self.model)
+            detector.load_pretrained(weights)
         return super().resume_or_load(resume)
 
     @classmethod
@@ -65,45 +96,11 @@ class Trainer(MemfitTrainer):
         if not cfg.TRANSFORMERS.WEIGHTS:
             super().load_weights(cfg, model, resume)
             return
-        assert isinstance(model, TransformersDetector)
-        model.load_pretrained(cfg.TRANSFORMERS.WEIGHTS)
+        detector: Any = model
+        detector.load_pretrained(cfg.TRANSFORMERS.WEIGHTS)
         if resume or cfg.MODEL.WEIGHTS:
             checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
             checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
-
-
-def build_optimizer(cfg: CfgNode, model: nn.Module) -> Optimizer:
-    """Build AdamW with TRANSFORMERS.LR_MULTIPLIERS.
-
-    Norms, biases and one-dimensional embeddings have no weight decay. With SOLVER.CLIP_GRADIENTS
-    the norm of the whole gradient is clipped, as in DETR.
-
-    Raises:
-        ConfigError: a pattern matches nothing, or another kind of clipping is configured.
-    """
-    factors = dict(cfg.TRANSFORMERS.LR_MULTIPLIERS)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for pattern in factors:
-        if not any(fnmatchcase(name, pattern) for name, _ in trained):
-            raise ConfigError(f"TRANSFORMERS.LR_MULTIPLIERS: no parameter matches {pattern!r}")
-    groups: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
-    for name, parameter in trained:
-        factor = next((f for pattern, f in factors.items() if fnmatchcase(name, pattern)), 1.0)
-        decay = cfg.SOLVER.WEIGHT_DECAY if parameter.dim() > 1 else 0.0
-        groups[factor, decay].append(parameter)
-    options = [
-        {"params": parameters, "lr": cfg.SOLVER.BASE_LR * factor, "weight_decay": decay}
-        for (factor, decay), parameters in groups.items()
-    ]
-    if not cfg.SOLVER.CLIP_GRADIENTS.ENABLED:
-        return AdamW(options)
-    clip = cfg.SOLVER.CLIP_GRADIENTS
-    if clip.CLIP_TYPE not in ("norm", "full_model"):
-        raise ConfigError(
-            f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE must be 'norm', that of all parameters together, got "
-            f"{clip.CLIP_TYPE!r}"
-        )
-    return _ClippingAdamW(options, clip.CLIP_VALUE)
 
 
 class _ClippingAdamW(AdamW):
@@ -133,10 +130,5 @@ class SavePretrained(HookBase):
 
     def after_train(self) -> None:
         if comm.is_main_process() and self.trainer.iter + 1 >= self.trainer.max_iter:
-            _detector(self.trainer).save_pretrained(self._folder, self._class_names)
-
-
-def _detector(trainer: Any) -> TransformersDetector:
-    model = without_ddp(trainer.model)
-    assert isinstance(model, TransformersDetector)
-    return model
+            detector: Any = without_ddp(self.trainer.model)
+            detector.save_pretrained(self._folder, self._class_names)

@@ -23,6 +23,8 @@ from fvcore.common.param_scheduler import MultiStepParamScheduler
 from d2_memfit.config.files import find_config_file
 from d2_memfit.data.registration import register_coco
 
+from .lora import LowRankAdapters
+
 DATASET = "output/coins/dataset"
 CHANNELS = 64  # of the feature pyramid
 

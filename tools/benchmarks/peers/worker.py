@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from d2_memfit.common.units import GB
 from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import enforce_budget, process_memory, return_large_blocks
-from d2_memfit.techniques import apply_techniques
+from d2_memfit.techniques.registry import apply_techniques
 
 from ..common import CONFIG, coins, sampled_data_bytes
 from ..training import SMALL_ACTIVATIONS, exact_techniques_of_one_rank, settings

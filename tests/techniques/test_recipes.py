@@ -6,16 +6,17 @@ import pytest
 import torch
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
-from tiny import images, tiny_cfg
+from tiny import images, suggested, tiny_cfg
 
-from d2_memfit import get_cfg
+from d2_memfit import Job, get_cfg
+from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
-from d2_memfit.techniques import get_technique
+from d2_memfit.techniques.registry import apply_techniques, get_technique
 
 
 def with_technique(cfg, name):
     cfg = cfg.clone()
-    for pair in get_technique(name).enabling_settings(cfg).items():
+    for pair in suggested(name, cfg).items():
         cfg.merge_from_list(list(pair))
     return cfg
 
@@ -65,11 +66,44 @@ def test_a_step_needs_less(cfg, name):
 def test_settings_follow_the_config(name, opts, expected):
     cfg = get_cfg()
     cfg.merge_from_list(opts)
-    assert get_technique(name).enabling_settings(cfg) == expected
+    assert get_technique(name).settings(Job.from_cfg(cfg, 1), None) == expected
+
+
+def frozen(family, *patterns):
+    cfg = tiny_cfg(family)
+    cfg.MODEL.RESNETS.NORM = "BN"
+    cfg.MEMFIT.FINE_TUNE.FROZEN = list(patterns)
+    return apply_techniques("model", build_model(cfg), cfg).train()
+
+
+def test_the_pretrained_part_is_frozen_and_the_pyramid_learns():
+    model = frozen("mask_rcnn", "backbone")
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert not any(name.startswith("backbone.bottom_up.") for name in names)
+    assert "backbone.fpn_lateral2.weight" in names
+    before = {k: v.clone() for k, v in model.backbone.bottom_up.state_dict().items()}
+    with EventStorage():
+        sum(model(images(2)).values()).backward()
+    after = model.backbone.bottom_up.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)  # statistics of batch norms, too
+
+
+def test_other_modules_are_frozen_by_their_names():
+    model = frozen("mask_rcnn", "backbone.bottom_up.res*", "roi_heads.mask_head")
+    names = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any(name.startswith("backbone.bottom_up.stem") for name in names)
+    assert not any(".res4." in name or "mask_head" in name for name in names)
+    with pytest.raises(ConfigError, match="no module of the model matches 'backbones'"):
+        frozen("mask_rcnn", "backbones")
+
+
+def test_a_model_without_a_backbone_is_an_error():
+    with pytest.raises(ConfigError, match="FROZEN: the model has no module named backbone"):
+        get_technique("FrozenModules").apply(torch.nn.Linear(2, 2), ["backbone"])
 
 
 def test_smaller_images_take_a_shorter_side_that_is_a_number_or_several(cfg):
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TEST = 800, (600,)
     smaller = with_technique(cfg, "SmallerImages")
     assert (smaller.INPUT.MIN_SIZE_TRAIN, smaller.INPUT.MIN_SIZE_TEST) == (600, (450,))
-    assert get_technique("OneImageSize").enabling_settings(cfg) == {}
+    assert suggested("OneImageSize", cfg) == {}

@@ -1,17 +1,61 @@
 # Copyright (c) the d2_memfit developers.
 import os
-import pickle
 import tempfile
 
-import numpy as np
+import psutil
 import pytest
 from detectron2.data import build_detection_train_loader
 from tiny import tiny_cfg
 
-from d2_memfit.errors import ConfigError, HostMemoryError
-from d2_memfit.job import checked_loader
-from d2_memfit.techniques import apply_techniques, get_technique
-from d2_memfit.techniques.shared_dataset import SharedList
+from d2_memfit.engine.build import build_trainer
+from d2_memfit.errors import HostMemoryError
+from d2_memfit.job import Job, checked_loader
+from d2_memfit.techniques import host
+from d2_memfit.techniques.host import SharedList
+from d2_memfit.techniques.registry import apply_techniques
+
+GB = 2**30
+
+
+def plan(budget_gb, workers=8, log=None):
+    """The config that comes out."""
+    cfg = tiny_cfg(fpn=False)
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800,), 1333
+    cfg.DATALOADER.NUM_WORKERS = workers
+    cfg.MEMFIT.HOST.BUDGET_GB = budget_gb
+    cfg.freeze()
+    return apply_techniques("config", cfg, cfg)
+
+
+def own_gb():
+    return psutil.Process().memory_info().rss / GB
+
+
+def test_workers_are_as_many_as_fit(log):
+    assert plan(own_gb() + 10).DATALOADER.NUM_WORKERS == 8
+    cfg = plan(own_gb() + 1.0)
+    assert 1 <= cfg.DATALOADER.NUM_WORKERS <= 3
+    assert f"DATALOADER.NUM_WORKERS {cfg.DATALOADER.NUM_WORKERS} of 8" in log.text
+    assert cfg.is_frozen()
+
+
+def test_there_are_none_where_none_fits():
+    assert plan(own_gb() / 2).DATALOADER.NUM_WORKERS == 0
+
+
+def test_what_the_machine_has_counts_too(monkeypatch):
+    monkeypatch.setattr(host, "available_host_bytes", lambda: 0.7 * GB)
+    assert 1 <= plan(1000).DATALOADER.NUM_WORKERS <= 2
+
+
+def test_a_trainer_decides_once(coins, log):
+    cfg = tiny_cfg(fpn=False)
+    cfg.DATASETS.TRAIN, cfg.DATALOADER.NUM_WORKERS = ("coins_train",), 8
+    cfg.MEMFIT.HOST.BUDGET_GB = own_gb() / 2
+    loader = build_trainer(Job.from_cfg(cfg)).data_loader
+    assert log.text.count("DATALOADER.NUM_WORKERS 0 of 8") == 1
+    assert getattr(loader, "dataset", loader).num_workers == 0
+
 
 ITEMS = [{"file_name": f"{i}.png", "annotations": [{"bbox": [i, 1, 2, 3]}] * i} for i in range(20)]
 
@@ -27,11 +71,6 @@ def test_items_are_those_that_went_in_and_no_file_is_left():
     assert [shared[i] for i in range(len(shared))] == ITEMS
     assert shared[3] is not shared[3]
     assert leftovers() == before
-
-
-def test_a_process_that_is_spawned_gets_a_copy():
-    shared = pickle.loads(pickle.dumps(SharedList(ITEMS)))
-    assert shared[7] == ITEMS[7]
 
 
 def make_on_rank(rank):
@@ -83,14 +122,3 @@ def test_an_error_of_one_rank_is_one_of_all(two_ranks):
     before = leftovers()
     two_ranks.run(share_what_cannot_be_pickled)
     assert leftovers() == before
-
-
-def test_a_value_that_is_no_bool_is_an_error():
-    cfg = tiny_cfg()
-    cfg.MEMFIT.HOST.SHARED_DATASET = 1
-    with pytest.raises(ConfigError, match="SHARED_DATASET must be True or False, got 1"):
-        get_technique("SharedDataset").is_on(cfg)
-
-
-def test_indices_of_numpy_are_good():
-    assert SharedList(ITEMS)[np.int64(4)] == ITEMS[4]
