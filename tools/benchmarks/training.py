@@ -35,7 +35,7 @@ from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.launch import launch
 from d2_memfit.engine.window import MicroBatch
 from d2_memfit.memory import OwnerMeter
-from d2_memfit.techniques import TECHNIQUES, apply_techniques, get_technique
+from d2_memfit.techniques.registry import TECHNIQUES, apply_techniques, get_technique
 
 from .common import CONFIG, coins, machine
 
