@@ -6,7 +6,6 @@ the function behind ``F.cross_entropy``; the property that tells of the default 
 methods of a few well-known criteria, whose counts cannot be seen from outside (:data:`_MEANS`).
 """
 
-import inspect
 import re
 import sys
 from collections import Counter
@@ -22,15 +21,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from detectron2.utils.events import get_event_storage
+import torch.distributed.nn  # its functions' default group is the group at import
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from ..compat.pytorch import cross_entropy_owner, default_group_replaced, tree_iter
 from .window import MicroBatch, count_objects
-
-if dist.is_available():
-    import torch.distributed.nn  # its functions' default group is the group at import
 
 # The methods behind torch.distributed's functions.
 _METHOD = re.compile(r"_?(all|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send)")
@@ -54,21 +50,19 @@ class Collective:
         place: where the model's code calls it.
         tensors: the tensors that the call changes in place.
         num_ranks: those of its group.
-        scale: factor by which it multiplies a value that all ranks have: the ranks of its group
-            for a sum, 1 for a mean; None for other calls.
+        scale: factor by which an all_reduce multiplies a value that all ranks have: the ranks of
+            its group for a sum, 1 for a mean; 0 for other calls.
         is_count: whether it may sum numbers that losses are divided by.
     """
 
     def __init__(self, name: str, args: Sequence[Any], num_ranks: int) -> None:
-        self.name, self.num_ranks = name, num_ranks
-        self.place = place_of_caller()
-        self.tensors, sent = _tensors(args[:1]), _tensors(args[1:2])
+        self.name, self.num_ranks, self.place = name, num_ranks, place_of_caller()
+        self.tensors = [t for t in tree_iter(args[:1]) if isinstance(t, torch.Tensor)]
         op = getattr(args[1], "reduceOp", args[1]) if len(args) > 1 else None
-        factor = num_ranks if op == dist.ReduceOp.SUM else 1 if op == dist.ReduceOp.AVG else None
-        self.scale = factor if "reduce" in name and not sent else None
+        factor = num_ranks if op == dist.ReduceOp.SUM else 1 if op == dist.ReduceOp.AVG else 0
+        self.scale = factor if name == "allreduce" else 0
         self.is_count = (
-            name == "allreduce"
-            and self.scale is not None
+            self.scale > 0
             and self.tensors[0].numel() <= _MOST_COUNTS
             and self.tensors[0].dtype != torch.bool
             and not (self.tensors[0].requires_grad or _is_in_function_with_backward())
@@ -78,15 +72,13 @@ class Collective:
         """Answer as if all ranks had sent what this one sends; return whether that was done."""
         if self.num_ranks == 1:  # a group of this process alone
             return False
-        if self.scale is not None:
-            for tensor in self.tensors:
-                tensor.detach().mul_(self.scale)
-        return self.scale is not None or self.name in ("barrier", "broadcast", "reduce")
+        for tensor in self.tensors if self.scale else ():
+            tensor.detach().mul_(self.scale)
+        return self.scale > 0 or self.name in ("barrier", "broadcast", "reduce")
 
     def __str__(self) -> str:
         file, line = self.place[0] if self.place else ("a file that is not known", 0)
-        name = {"allreduce": "all_reduce", "allgather": "all_gather"}.get(self.name, self.name)
-        return f"{name} in {file}:{line}"
+        return f"{self.name.strip('_').replace('all', 'all_')} in {file}:{line}"
 
 
 @contextmanager
@@ -106,12 +98,11 @@ def noticed_collectives(handle: Callable[[Collective], bool]) -> Iterator[None]:
 
         return method
 
-    group = dist.ProcessGroup if dist.is_available() else None
     done = SimpleNamespace(wait=lambda *_: True)  # the handle of a finished collective
     with ExitStack() as stack:
-        for name in filter(_METHOD.match, dir(group)):
-            method = noticed(name, getattr(group, name))
-            stack.enter_context(patch.object(group, name, method))
+        for name in filter(_METHOD.match, dir(dist.ProcessGroup)):
+            method = noticed(name, getattr(dist.ProcessGroup, name))
+            stack.enter_context(patch.object(dist.ProcessGroup, name, method))
         yield
 
 
@@ -154,16 +145,16 @@ class Answers:
         model: the model that runs.
         is_exact: whether means of Detectron2's heads are counted, too.
         on_other: handles collectives that are not counts.
-        report: a ``LossReport``, for how the losses are weighted; None: by images.
+        report: a ``LossReport``, for how the losses are weighted.
         totals: the window's counts, of all ranks.
-        images: images behind ``totals``, and behind those of means.
+        images: those of the window, of all ranks and of this one.
         ranks: number of ranks that take part.
     """
 
     model: nn.Module
     is_exact: bool
     on_other: Callable[[Collective], bool]
-    report: Any = None
+    report: Any
     totals: Numbers = field(default_factory=dict)
     images: tuple[float, float] = (0.0, 0.0)
     ranks: int = 1
@@ -177,7 +168,6 @@ class Answers:
         self._forward: dict[Site, Any] = {}  # the running one
         self._calls: Counter[Any] = Counter()
         self._means = answered_means(self.model, self.is_exact)
-        self._weights = self.report.weights if self.report else {}
 
     @contextmanager
     def around(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -191,23 +181,23 @@ class Answers:
             stack.enter_context(patch.object(cross_entropy_owner, "cross_entropy_loss", entropy))
             for cls, name, method in self._means:
                 stack.enter_context(patch.object(cls, name, method))
-            if self.report and self.report.pretends:
+            if self.report.pretends:
                 stack.enter_context(default_group_replaced(2))
             yield
 
     @property
-    def share(self) -> float:
-        """Images of the running micro-batch over those of the window, for a running mean."""
+    def own_share(self) -> float:
+        """The running micro-batch's share of the images of this rank, for a running mean."""
         self.estimates = True
         return self._share(self.images[1])
 
     def count(self, own: Number, minimum: float) -> Number:
         """Answer :func:`window_count`: this forward's share of the window's count."""
-        return self._answer("count", own, minimum, self.images[0])
+        return self._answer("count", own, minimum)
 
     def factor(self, own: Number, minimum: float) -> Number:
         """Factor that makes a loss, a mean over ``own`` elements, the window's mean."""
-        return _limited(own, minimum) / self._answer("mean", own, minimum, self.images[1])
+        return _limited(own, minimum) / self._answer("mean", own, minimum)
 
     def weighted(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """At the end of a forward: the losses, so that the micro-batch's share of the images is the
@@ -215,7 +205,7 @@ class Answers:
         """
         self.noted.append(self._forward)
         self._calls.clear()
-        share, weights = self._share(self.images[0]), self._weights
+        share, weights = self._share(self.images[0]), self.report.weights
         factors = {"sum": 1 / (share * self.ranks)}
         if OBJECTS in self.totals:  # a batch without any object is divided by 1
             own, whole = self._forward[OBJECTS], self.totals[OBJECTS].item()
@@ -225,11 +215,11 @@ class Answers:
     def _share(self, images: float) -> float:
         return self._forward[IMAGES] / images if images else 1.0
 
-    def _answer(self, kind: str, own: Number, minimum: float, images: float) -> Number:
+    def _answer(self, kind: str, own: Number, minimum: float) -> Number:
         site = self._note(kind, own)
         if site not in self.totals:
             return _limited(own, minimum)
-        answer = self.totals[site].clamp(min=minimum) * self._share(images)
+        answer = self.totals[site].clamp(min=minimum) * self._share(self.images[0])
         if isinstance(own, torch.Tensor):
             dtype = own.dtype if own.is_floating_point() else torch.float32
             return answer.reshape(own.shape).to(own.device, dtype)
@@ -241,7 +231,7 @@ class Answers:
         tensor = call.tensors[0].detach()
         site = self._note("sum", tensor)
         if site in self.totals:
-            answer = self.totals[site] / self.ranks * (call.scale or 1)
+            answer = self.totals[site] / self.ranks * call.scale
             answer = answer if tensor.is_floating_point() else answer.round()
             tensor.copy_(answer.reshape(tensor.shape))
             return True
@@ -263,8 +253,8 @@ def _limited(own: Number, minimum: float) -> Number:
 
 
 # Criteria by the name of their class: the method whose losses are means over elements of the batch;
-# their number, from the module and the method's arguments; the losses, if not all; and whether only
-# MEMFIT.NORMALIZERS.POLICY exact counts them, because images are nearly the right weights.
+# their number, from the module and the method's arguments; the losses, if not all; and whether
+# only MEMFIT.NORMALIZERS.POLICY exact counts them, because images are nearly the right weights.
 _MEANS: dict[str, tuple[str, Optional[Callable[..., Any]], tuple[str, ...], bool]] = {
     # DiffusionDet and SparseInst: get_loss(loss, outputs, targets, indices, ...)
     "SetCriterionDynamicK": ("get_loss", lambda m, *a: sum(len(t) for _, t in a[3]), (), False),
@@ -294,53 +284,38 @@ def answered_means(model: nn.Module, is_exact: bool) -> list[tuple[type, str, An
     for cls in {type(module) for module in model.modules()}:
         for name in {base.__name__ for base in cls.__mro__} & _MEANS.keys():
             method, number, losses, is_near = _MEANS[name]
-            is_counted = is_exact or not is_near
-            made = _mean(number, losses, is_counted) if number else _running_mean
-            found.append((cls, method, made(getattr(cls, method))))
+            original, is_counted = getattr(cls, method), is_exact or not is_near
+            made = _mean(original, number, losses, is_counted) if number else _running(original)
+            found.append((cls, method, made))
     return found
 
 
 def _mean(
-    number: Callable[..., Any], losses: Sequence[str], is_counted: bool
+    original: Callable[..., Any],
+    number: Callable[..., Any],
+    losses: Sequence[str],
+    is_counted: bool,
 ) -> Callable[..., Any]:
-    def made(original: Callable[..., Any]) -> Callable[..., Any]:
-        def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            result = original(module, *args, **kwargs)
-            if not module.training or counts is None:
-                return result
-            if not is_counted:
-                counts.nearly.update(result)
-                return result
-            bound = inspect.signature(original).bind(module, *args, **kwargs).args
-            factor = counts.factor(number(*bound), 1.0)
+    def method(module: nn.Module, *args: Any) -> Any:
+        result = original(module, *args)
+        if counts is not None and module.training and is_counted:
+            factor = counts.factor(number(module, *args), 1.0)
             return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
+        if counts is not None and module.training:
+            counts.nearly.update(result)
+        return result
 
-        return method
-
-    return made
+    return method
 
 
-def _running_mean(original: Callable[..., float]) -> Callable[..., float]:
-    """For Detectron2's RetinaNet and FCOS: a running mean of the positive anchors in a batch.
-
-    It changes once per window. The window's number is estimated from the micro-batches so far: the
-    exact one would take another forward of all images.
-    """
+def _running(original: Callable[..., float]) -> Callable[..., float]:
+    """For the running mean of positive anchors in a batch: a micro-batch moves it by its share."""
 
     def update(
         module: nn.Module, name: str, value: float, initial_value: float, momentum: float = 0.9
     ) -> float:
-        share = 1.0 if counts is None else counts.share
-        if share == 1:
-            return original(module, name, value, initial_value, momentum)
-        state, iteration = vars(module), get_event_storage().iter  # a retry puts attributes back
-        of, before, total, shares = state.get(f"{name}_of_window", (None, 0.0, 0.0, 1.0))
-        if of != iteration or shares > 1 - 1e-6:
-            before, total, shares = state.get(name, initial_value), 0.0, 0.0
-        total, shares = total + value, shares + share
-        state[f"{name}_of_window"] = iteration, before, total, shares
-        state[name] = before * momentum + total / shares * (1 - momentum)
-        return float(state[name] * share)
+        share = 1.0 if counts is None else counts.own_share
+        return original(module, name, value / share, initial_value, momentum**share) * share
 
     return update
 
@@ -369,10 +344,6 @@ def _is_in_function_with_backward() -> bool:
         if any(isinstance(v, FunctionCtx) for v in frame.f_locals.values()):
             return True
     return False
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in tree_iter(value) if isinstance(t, torch.Tensor)]
 
 
 def added(counts: Iterable[Mapping[Site, Any]]) -> Numbers:

@@ -34,7 +34,7 @@ __all__ = ["Counts", "window_count"]
 
 logger = logging.getLogger(__name__)
 
-_FORWARDS = 6  # from which a formula is taken, with three of the check
+_FORWARDS = 6  # from which a formula is taken
 _ZERO = torch.zeros(1, dtype=torch.float64)
 
 
@@ -84,10 +84,7 @@ class Counts:
         self._cutter, self._recovers = trainer.cutter, trainer.recovery is not None
         self._is_whole = trainer.accumulation_steps == 1 and not trainer.cutter.is_configured
         self._ranks = comm.get_world_size()
-        self._options = {
-            "policy": options.policy,
-            "losses": [list(pair) for pair in options.losses],
-        }
+        self._options = repr(options)
         self._model = model = compat.without_ddp(trainer.model)
         self._new_answers = partial(Answers, model, options.policy == "exact")
         limit = LIMIT if trainer.precision.dtype == torch.float32 else LIMIT_OF_16_BITS
@@ -97,9 +94,7 @@ class Counts:
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
         self._is_due = options.policy != "off"  # whether the losses are still to be checked
         self._communicates = ""  # the model's first collective that is not a count
-        self._formulas: dict[Site, Sequence[float]] = {}  # per object and image; empty: none holds
-        self._history: list[Numbers] = []
-        self._changing: Optional[list[torch.Tensor]] = None  # weights that a forward changes
+        self._history: list[Numbers] = []  # counts of forwards without gradients
 
     def prepare(self, window: Window, run_forwards: Callable[[], None]) -> None:
         """Find the counts of a window, before its first forward. All ranks call it.
@@ -113,11 +108,10 @@ class Counts:
             ConfigError: on every rank, if the model cannot be trained with these options.
             OutOfMemoryError: on every rank, if one rank has no memory to count.
         """
-        if self._answers is not None and self._formulas:
-            self._compare(self._answers.noted)
+        self._compare_formulas()
         on_other = self._communicate if self._ranks > 1 else Collective.run_alone
-        is_alone, self.is_one_piece = self._ranks == 1, False
-        self._answers = None if is_alone else self._new_answers(on_other, ranks=self._ranks)
+        none = self._new_answers(on_other, LossReport(), ranks=self._ranks)
+        self._answers, self.is_one_piece = none if self._ranks > 1 else None, False
         if not (self._is_due or self._is_answered or self._communicates):
             return
         images = window.load_all()
@@ -127,7 +121,7 @@ class Counts:
         own = added([{IMAGES: sum(m.num_images for m in pieces), OBJECTS: objects}])
         if self._is_due or self._communicates:
             self._check(images, objects, len(pieces))
-        self.is_one_piece = is_alone and len(pieces) == 1
+        self.is_one_piece = self._ranks == 1 and len(pieces) == 1
         if self._is_answered and not self.is_one_piece:  # one forward's are the window's
             totals = self._totals(window, run_forwards, own)
             self._answers = self._new_answers(on_other, self.report, *totals, self._ranks)
@@ -147,26 +141,22 @@ class Counts:
 
     def state_dict(self) -> dict[str, Any]:
         """What was found, in plain types, for a resumed run; empty before the check."""
-        if not self.report.names:
-            return {}
-        found = {"report": vars(self.report), "formulas": list(self._formulas.items())}
-        return {**found, "options": self._options}
+        found = {"report": vars(self.report), "options": self._options}
+        return found if self.report.names else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Use what a checkpoint has, if it belongs to the same options."""
         if state.get("options") == self._options:
-            self.report = LossReport(**state["report"])
-            self._formulas = dict(state["formulas"])
-            self._is_due = False
+            self.report, self._is_due = LossReport(**state["report"]), False
 
     def _check(self, images: Sequence[Any], objects: int, pieces: int) -> None:
         """Check the losses once, with the images of the rank with the most objects, for all ranks;
         and for a model that communicates that all ranks have as many micro-batches.
         """
-        has_targets = any(objects_in(image) is not None for image in dataset_dicts(images))
-        of_ranks, numbers, have_targets = zip(*comm.all_gather((objects, pieces, has_targets)))
+        is_empty = not objects and any(objects_in(i) is not None for i in dataset_dicts(images))
+        of_ranks, numbers, are_empty = zip(*comm.all_gather((objects, pieces, is_empty)))
         is_cut = max(numbers) > 1 or (self._recovers and self._ranks > 1)
-        if self._is_due and is_cut and (any(of_ranks) or not any(have_targets)):
+        if self._is_due and is_cut and not all(are_empty):
             self._is_due = False
             tester, error = of_ranks.index(max(of_ranks)), ""
             if comm.get_rank() == tester:
@@ -182,7 +172,6 @@ class Counts:
             logger.info("Losses of micro-batches, checked %s", self.report)
             for line in self.report.complaints():
                 logger.warning("%s", line)
-            self._history, self.report.seen = self.report.seen, []  # checkpoints need none
         if self._communicates and len(set(numbers)) > 1:
             raise ConfigError(
                 f"the model communicates in its forward, {self._communicates}. All ranks need the "
@@ -192,7 +181,7 @@ class Counts:
     def _totals(
         self, window: Window, run_forwards: Callable[[], None], own: Numbers
     ) -> tuple[Numbers, tuple[float, float]]:
-        """The window's counts, and the images behind them and behind those of means."""
+        """The window's counts, and its images, of all ranks and of this one."""
         error, mine = "", {**self._by_formula(own), **own}
         if not mine.keys() >= {*self.report.counts}:
             try:
@@ -204,46 +193,42 @@ class Counts:
         errors, of_ranks = zip(*comm.all_gather((error, mine)))
         if any(errors):
             raise OutOfMemoryError(next(filter(None, errors)))
-        everywhere = added(of_ranks)
-        # If no batches are accumulated, each rank has its own mean, as in Detectron2.
-        means = mine if self._is_whole else everywhere
-        totals = {
-            site: (means if site[0] == "mean" else everywhere).get(site, _ZERO)
-            for site in (*self.report.counts, OBJECTS)
-        }
-        return totals, (everywhere[IMAGES].item(), means[IMAGES].item())
+        totals = added(of_ranks)
+        for site in mine if self._is_whole else ():
+            if site[0] == "mean":  # each rank has its own, as in Detectron2
+                totals[site] = mine[site] * totals[IMAGES] / mine[IMAGES]
+        images = totals[IMAGES].item(), mine[IMAGES].item()
+        return {s: totals.get(s, _ZERO) for s in (*self.report.counts, OBJECTS)}, images
 
     def _counted(self, window: Window, run_forwards: Callable[[], None]) -> Numbers:
         """This rank's counts, by a forward of all images without gradients."""
         report = LossReport(pretends=self.report.pretends)
         self._answers = self._new_answers(Collective.run_alone, report)
-        if self._changing is None:
-            self._changing = weights_that_may_change(self._model)
-        before = Snapshot(self._model, self._changing)
+        before = Snapshot(self._model, weights_that_may_change(self._model))
         try:
             with torch.no_grad(), EventStorage(get_event_storage().iter):
                 run_forwards()
-            self._changing = before.changed_weights()
         finally:
             before.restore()
             window.put_all_back()
         each = [added([noted]) for noted in self._answers.noted]
         self._history = [*self._history, *each][-16 * _FORWARDS :]
-        for site in set(self.report.counts) - self._formulas.keys():
-            self._formulas.update(_formula_of(site, self._history))
+        for site in set(self.report.counts) - self.report.formulas.keys():
+            self.report.formulas.update(_formula_of(site, self._history))
         return added(each)
 
-    def _compare(self, noted: Sequence[Mapping[Site, Any]]) -> None:
+    def _compare_formulas(self) -> None:
         """Compare the counts of the last window's forwards with the formulas."""
-        for counts in (added([of_forward]) for of_forward in noted):
+        for noted in self._answers.noted if self._answers and self.report.formulas else ():
+            counts = added([noted])
             for site, told in self._by_formula(counts).items():
                 if not is_same(told, counts.get(site, _ZERO)):
-                    self._formulas[site] = ()
+                    self.report.formulas[site] = ()
                     text = "The count in %s:%d no longer follows from annotations: it is counted"
                     logger.warning(text, *site[1][0])
 
     def _by_formula(self, counts: Numbers) -> Numbers:
-        of_sites = [(s, f) for s, f in self._formulas.items() if f]
+        of_sites = [(s, f) for s, f in self.report.formulas.items() if f]
         return {s: f[0] * counts[OBJECTS] + f[1] * counts[IMAGES] for s, f in of_sites}
 
     def _communicate(self, call: Any) -> bool:

@@ -11,19 +11,15 @@ from multiprocessing import active_children
 from typing import Any, Optional
 
 import torch
-from detectron2.config import CfgNode
 from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 
 from .. import compat, memory
-from ..common.checks import value_of
 from ..common.files import is_local
 from ..common.units import GB, MB
 from ..compat.pytorch import dump_memory_snapshot, record_memory_history
-from ..config.keys import default_keys, keys_of
-from ..job import Job, size_of
-from .window import count_objects, dataset_dicts
+from ..job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -287,13 +283,13 @@ class MemorySnapshot(MemoryHook):
 
 
 class PeakRecorder(MemoryHook):
-    """Records the peaks of training, when it ends, with the micro-batch that had them.
+    """Records the peaks of training when it ends.
 
     They are written to OUTPUT_DIR/memfit_peaks.json, from which later plans can start. Runs of
     fewer than 3 iterations are not recorded. Evaluations are not included.
 
     Register it on the main process, before hooks that evaluate. It does not affect training: it
-    reads counters of the device after each step, and sizes of images in each forward.
+    reads counters of the device before and after each step.
     """
 
     def __init__(self, job: Job) -> None:
@@ -302,7 +298,6 @@ class PeakRecorder(MemoryHook):
         self._peaks = 0, 0  # allocated, reserved
         self._outside = 0
         self._had_errors = False
-        self._micro_batch = self._peak_micro_batch = (0, 0, 0, 0)  # images, height, width, objects
 
     def before_train(self) -> None:
         super().before_train()
@@ -312,21 +307,13 @@ class PeakRecorder(MemoryHook):
             self._outside = memory.process_memory().data_bytes - of_model
 
     def before_step(self) -> None:
-        self._micro_batch = 0, 0, 0, 0
         self._before = memory.device_memory(self._device).peak_allocated_bytes
-
-    def after_forward(self, model: Any, args: tuple[Any, ...], output: Any) -> None:
-        if model.training and args:
-            images = list(dataset_dicts(args[0]))
-            shape = len(images), *size_of(images), count_objects(images)
-            self._micro_batch = max(self._micro_batch, shape, key=lambda s: s[0] * s[1] * s[2])
 
     def after_step(self) -> None:
         now = memory.device_memory(self._device)
         peak = now.peak_allocated_bytes
         if peak <= self._before + memory.PEAK_LAG_BYTES:
             return
-        self._peak_micro_batch = self._micro_batch
         if self._device.type == "cuda":
             self._peaks = peak, now.peak_reserved_bytes
             self._outside = max(self._outside, memory.cuda_context_bytes(self._device))
@@ -337,12 +324,13 @@ class PeakRecorder(MemoryHook):
     def after_train(self) -> None:
         super().after_train()
         folder, iterations = self._job.cfg.OUTPUT_DIR, self.trainer.iter - self.trainer.start_iter
-        if not self._peaks[0] or iterations < _FEWEST:
-            return
         allocated, reserved = self._peaks
+        if not allocated or iterations < _FEWEST:
+            return
         text = "Peaks of training: %.2f GB allocated, %.2f GB reserved, %.2f GB outside of both"
         logger.info(text, allocated / GB, reserved / GB, self._outside / GB)
-        if predicted := self._job.cfg.MEMFIT.PLAN.PREDICTED_GB:
+        predicted = self._job.cfg.MEMFIT.PLAN.PREDICTED_GB
+        if predicted:
             text = "The plan predicted %.2f, %.2f and %.2f GB for its largest images"
             logger.info(text, *predicted)
         record = memory.RunRecord(
@@ -350,25 +338,14 @@ class PeakRecorder(MemoryHook):
             here=memory.device_and_software(self._device),
             ranks=self._job.ranks,
             family=self._job.family,
-            settings=settings_of(self._job.cfg),
+            predicted_gb=predicted,
             iterations=iterations,
-            micro_batch=self._peak_micro_batch,
             had_errors=self._had_errors,
             allocated_bytes=allocated,
-            reserved_bytes=reserved,
             outside_bytes=self._outside,
-            expandable_segments=memory.segments_expand(self._job.budget_gb is not None),
         )
         try:
             if is_local(folder):
                 record.write(folder)
         except OSError as e:  # no run ends for its record
             logger.warning("The peaks of this run cannot be kept in %s (%s)", folder, e)
-
-
-def settings_of(cfg: CfgNode) -> dict[str, Any]:
-    """Values of the keys that decide how much memory a model takes."""
-    others = ("MEMFIT.PLAN.", "MEMFIT.MONITOR.", "MEMFIT.PRESET")
-    keys = ["SOLVER.IMS_PER_BATCH", "SOLVER.AMP.ENABLED", *keys_of(default_keys())]
-    values = {key: value_of(cfg, key) for key in keys if not key.startswith(others)}
-    return {key: value for key, value in values.items() if not isinstance(value, CfgNode)}

@@ -12,15 +12,13 @@ import copy
 import fnmatch
 import logging
 import math
-import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
-import numpy as np
 import torch
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
@@ -58,6 +56,7 @@ class LossReport:
 
     Attributes:
         counts: sites that are answered with the window's counts.
+        formulas: numbers per object and per image that a count follows; empty if it follows none.
         weights: "sum" or "objects" for losses that are not weighted by images.
         estimates: whether a loss is divided by a running mean, estimated within a window.
         pretends: whether one rank is told of a second one, so that it adds up its counts.
@@ -67,11 +66,11 @@ class LossReport:
         changed: names of what a forward changes in the model.
         counters: those of numbers that grow by one with each forward.
         collective: a collective that is not a count, as text.
-        forwards, seconds: cost of the check.
-        seen: the counts of its images, one by one.
+        forwards: images through the model in the check.
     """
 
     counts: list[Site] = field(default_factory=list)
+    formulas: dict[Site, Sequence[float]] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
     estimates: bool = False
     pretends: bool = False
@@ -82,8 +81,6 @@ class LossReport:
     counters: list[str] = field(default_factory=list)
     collective: str = ""
     forwards: int = 0
-    seconds: float = 0.0
-    seen: list[Numbers] = field(default_factory=list)
 
     def __str__(self) -> str:
         exact = [k for k in self.names if k not in self.off and k not in self.unchecked]
@@ -91,7 +88,7 @@ class LossReport:
         lines += [f"not checked: {name} ({why})" for name, why in self.unchecked.items()]
         if self.changed:
             lines.append(f"each forward changes {', '.join(self.changed)}")
-        return f"in {self.forwards} forwards, {self.seconds:.2g} s: {'; '.join(lines)}"
+        return f"in {self.forwards} forwards: {'; '.join(lines)}"
 
     def complaints(self) -> list[str]:
         """A line for each loss that is off, for each counter, or for a check that failed."""
@@ -107,7 +104,7 @@ def check_losses(
     model: nn.Module,
     losses: Losses,
     images: Sequence[Any],
-    options: Optional[NormalizerOptions] = None,
+    options: NormalizerOptions,
     limit: float = LIMIT,
 ) -> LossReport:
     """Check the losses of a job with three of its images. The model is then as before.
@@ -127,7 +124,6 @@ def check_losses(
         found, start = LossReport(), None
         try:
             start, chosen = Snapshot(model, model.parameters()), _chosen(images, with_empty, pixels)
-            options = options or NormalizerOptions()
             with tqdm(total=_MOST_FORWARDS, disable=None, leave=False) as progress:
                 _Check(model, losses, options, limit, chosen, found).run(progress)
             return found
@@ -205,55 +201,44 @@ class _Check:
         alone = self._run([*apart, *apart[:1]], found)  # a queue fills
         self.state = Snapshot(self.model, weights_that_may_change(self.model))
         whole = self._run(together, backward=True)
-        if is_answered:
-            self._find_counts(told, alone)
-            if any(site[0] == "sum" for site in found.counts):
-                for name, mean in self._run(apart, found).values.items():
-                    of_all = whole.values.get(name, mean)
-                    if abs(len(apart) * mean - of_all) < abs(mean - of_all):
-                        found.weights[name] = "sum"
-            for pattern, kind in self.options.losses:
-                names = fnmatch.filter(whole.values, pattern)
-                found.weights.update(dict.fromkeys(names, kind))
-                if not names:
-                    text = f"no loss matches {pattern!r}. The model's losses are"
-                    raise ConfigError(f"NORMALIZERS.LOSSES: {text} {', '.join(whole.values)}")
-        parts = self._run(apart, found, backward=True)
-        if any(parts.distance(whole, i) > self.limit for i in range(len(self.groups))):
-            self._judge(whole, parts, self._run(together, backward=True, seed=1))
-        else:
-            self._judge(whole, parts, whole)
-        if compiled_frames() != compiled:
-            why = "compiled code ran, whose counts are not seen"
-            found.unchecked.update({k: why for k in found.names if k not in found.off})
-        found.seconds = time.perf_counter() - began
-
-    def _find_counts(self, told: _Run, alone: _Run) -> None:
-        """Find the counts that add up."""
-        found, self.totals = self.found, added(told.noted)
-        found.seen = [added([noted]) for noted in alone.noted[: len(self.images)]]
-        own = added(found.seen)
-        for site in self.totals.keys() & own.keys() - {OBJECTS, IMAGES}:
+        own, self.totals = added(alone.noted[: len(self.images)]), added(told.noted)
+        for site in self.totals.keys() & own.keys() - {OBJECTS, IMAGES} if is_answered else ():
             if is_same(self.totals[site], own[site]):
                 found.counts.append(site)
             elif site[0] == "sum" and len(own[site]) > FEW:
                 found.collective = "all_reduce in {}:{}".format(*site[1][0])
-        found.pretends &= any(site[0] == "sum" for site in found.counts)
+        is_summed = any(site[0] == "sum" for site in found.counts)
+        found.pretends &= is_summed
+        for name, mean in self._run(apart, found).values.items() if is_summed else ():
+            of_all = whole.values.get(name, mean)
+            if abs(len(apart) * mean - of_all) < abs(mean - of_all):
+                found.weights[name] = "sum"
+        for pattern, kind in self.options.losses if is_answered else ():
+            names = fnmatch.filter(whole.values, pattern)
+            found.weights.update(dict.fromkeys(names, kind))
+            if not names:
+                text = f"no loss matches {pattern!r}. The model's losses are"
+                raise ConfigError(f"NORMALIZERS.LOSSES: {text} {', '.join(whole.values)}")
+        self._judge(whole, self._run(apart, found, backward=True))
+        if compiled_frames() != compiled:
+            why = "compiled code ran, whose counts are not seen"
+            found.unchecked.update({k: why for k in found.names if k not in found.off})
 
-    def _judge(self, whole: _Run, parts: _Run, other: _Run) -> None:
+    def _judge(self, whole: _Run, parts: _Run) -> None:
         """Find the losses that are off, by more than two samples of the images together differ."""
         found, off = self.found, parts.off(whole)
         found.names = [k for k, v in whole.values.items() if v != 0 or k in off]
         zero = [k for k in whole.values if k not in found.names]
         found.unchecked = dict.fromkeys(zero, "it is zero for these images")
-        for i, group in enumerate(self.groups):
-            distance = parts.distance(whole, i)
+        distances = [parts.distance(whole, i) for i in range(len(self.groups))]
+        is_right = max(distances, default=0.0) <= self.limit
+        other = whole if is_right else self._run([self.images], backward=True, seed=1)
+        for i, (group, distance) in enumerate(zip(self.groups, distances)):
+            names = [k for k in group if k in off] or [k for k in group if k in found.names]
+            samples = max(other.distance(whole, i), _ESTIMATED if found.estimates else 0.0)
             if distance <= self.limit:
                 continue
-            names = [k for k in group if k in off] or [k for k in group if k in found.names]
-            is_estimated = found.estimates and distance <= _ESTIMATED
-            is_sampled = parts.nearly.issuperset(names) or distance <= other.distance(whole, i)
-            if is_estimated or is_sampled:
+            if distance <= samples or parts.nearly.issuperset(names):
                 why = f"{distance:.1g} off, as its sampling or its running mean may make it"
                 found.unchecked.update(dict.fromkeys(names, why))
             else:
@@ -268,7 +253,8 @@ class _Check:
             backward: whether to compute the gradients of the losses.
         """
         self.state.restore()
-        number, known = len(self.images), {*report.counts, OBJECTS} if report else ()
+        report, number = report or LossReport(), len(self.images)
+        known = {*report.counts, OBJECTS}
         totals = {s: n for s, n in self.totals.items() if s in known}
         behind = (number, number) if totals else (0, 0)
         is_exact, scale = self.options.policy == "exact", 1 if self.limit == LIMIT else 1024
@@ -280,8 +266,7 @@ class _Check:
             for images in groups:
                 micro_batch = MicroBatch(copy.deepcopy(images))  # models may change images
                 share = len(images) / number
-                for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
-                    seed_generator(seed)
+                torch.manual_seed(seed)
                 with _SameDraws(), run.around(micro_batch):
                     losses = run.weighted(self._checked(micro_batch.batch))
                     for name, loss in losses.items():

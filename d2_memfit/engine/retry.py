@@ -83,8 +83,7 @@ class Cutter:
     """Cuts windows into micro-batches within a limit, and learns the limit from what does not fit.
 
     The limit is a number of images. It is halved when memory runs out, and doubled after a while
-    without errors. If a limit fails again after it has grown, the wait before the next growth
-    doubles, from the second failure in a row on.
+    without errors.
 
     Args:
         configured: images per micro-batch; None for the loader's batch.
@@ -94,15 +93,11 @@ class Cutter:
         is_configured: whether micro-batches have a limit before anything fails.
     """
 
-    _LEARNED = ("_full", "_clean_iterations", "_failed_growths", "_has_just_grown")
-
     def __init__(self, configured: Optional[int]) -> None:
         self.is_configured = configured is not None
         self.images = self._configured = configured
         self._full = configured or 0  # the largest micro-batch that is asked for
         self._clean_iterations = 0
-        self._failed_growths = 0  # in a row
-        self._has_just_grown = False
 
     def take(self, window: Window) -> Optional[MicroBatch]:
         """Take a window's next micro-batch; None at its end.
@@ -117,12 +112,9 @@ class Cutter:
         Returns:
             str: what was done, for the log.
         """
-        failed = largest.num_images
-        self._full = max(self._full, failed)
-        self._failed_growths += self._has_just_grown
-        self._has_just_grown = False
+        self._full = max(self._full, largest.num_images)
         self._clean_iterations = 0
-        self.images = failed // 2
+        self.images = largest.num_images // 2
         return f"the micro-batch is halved to {self.images}"
 
     def end_iteration(self, clean: bool) -> bool:
@@ -132,32 +124,24 @@ class Cutter:
             bool: whether the limit has grown.
         """
         self._clean_iterations = self._clean_iterations + 1 if clean else 0
-        if self._clean_iterations < GROW_AFTER * 2 ** max(0, self._failed_growths - 1):
-            return False
-        if self._has_just_grown:  # and has held since
-            self._failed_growths = 0
-            self._has_just_grown = False
-        if self.images is None or self.images == self._configured:
+        is_lowered = self.images is not None and self.images != self._configured
+        if self._clean_iterations < GROW_AFTER or not is_lowered:
             return False
         self._clean_iterations = 0
-        self._has_just_grown = True
-        self.images = 2 * self.images if 2 * self.images < self._full else self._configured
+        doubled = 2 * (self.images or 0)
+        self.images = doubled if doubled < self._full else self._configured
         return True
-
-    def forget(self) -> None:
-        """Return to what is configured."""
-        self.images = self._configured
 
     def state_dict(self) -> dict[str, Any]:
         # A configured limit was not learned; the config may differ when this is loaded.
         learned = None if self.images == self._configured else self.images
-        return {"images": learned, **{k: getattr(self, k) for k in self._LEARNED}}
+        return {"images": learned, "full": self._full, "clean": self._clean_iterations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what was learned, up to what is configured now."""
-        vars(self).update({k: v for k, v in state.items() if k in self._LEARNED})
         self.images = min(filter(None, (state["images"], self._configured)), default=None)
-        self._full = self._configured or self._full
+        self._full = self._configured or state["full"]
+        self._clean_iterations = state["clean"]
 
 
 @dataclass

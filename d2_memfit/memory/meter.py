@@ -283,7 +283,7 @@ def live_tensors(
 
 
 def _dense_tensors() -> list[torch.Tensor]:
-    """A tensor for each storage that Python knows; sparse tensors have none."""
+    """A tensor for each storage that Python knows; sparse and fake tensors have none."""
     objects = (obj for obj in gc.get_objects() if issubclass(type(obj), torch.Tensor))
-    dense = (tensor for tensor in objects if tensor.layout == torch.strided)
+    dense = (t for t in objects if t.layout == torch.strided and not have_operators([type(t)]))
     return list({storage_id(tensor.untyped_storage()): tensor for tensor in dense}.values())

@@ -29,30 +29,23 @@ class RunRecord:
         here: the device and the software, as :func:`device_and_software` says.
         ranks: processes that trained together.
         family: hash of the model's config; "" if it has none.
-        settings: config keys that decide how much memory the model takes.
+        predicted_gb: MEMFIT.PLAN.PREDICTED_GB; empty without a plan.
         iterations: number of iterations.
-        micro_batch: of the micro-batch of the peak, its images, their padded height and width, and
-            its objects; zeros if they are not known.
         had_errors: whether memory ran out.
         allocated_bytes: peak allocated. On the CPU it is the private memory that training takes.
-        reserved_bytes: peak reserved; on the CPU the same.
         outside_bytes: memory outside the allocator. On a GPU it is the context with kernels and
             NCCL. On the CPU it is the private memory of the process before training.
-        expandable_segments: whether segments of the allocator grew.
     """
 
     date: str
     here: dict[str, Any]
     ranks: int
     family: str
-    settings: dict[str, Any]
+    predicted_gb: list[float]
     iterations: int
-    micro_batch: tuple[int, int, int, int]
     had_errors: bool
     allocated_bytes: int
-    reserved_bytes: int
     outside_bytes: int
-    expandable_segments: bool
 
     def write(self, folder: Name) -> None:
         """Write memfit_peaks.json.

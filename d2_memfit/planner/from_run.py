@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """A device with the measurements of an earlier run on it.
 
-Training records its peaks (:class:`~d2_memfit.engine.peak_recorder.PeakRecorder`), and the plan
+Training records its peaks (:class:`~d2_memfit.engine.hooks.PeakRecorder`), and the plan
 that it was started with has its predictions. The differences correct the device.
 """
 
@@ -10,7 +10,6 @@ from typing import Optional
 
 import torch
 
-from ..common.checks import fits
 from ..common.reading import Name
 from ..common.units import GB, MB
 from ..errors import ConfigError
@@ -20,7 +19,6 @@ from .device import DeviceModel
 
 __all__ = ["as_in_run"]
 
-_PREDICTED = "MEMFIT.PLAN.PREDICTED_GB"
 _LONG = 1000  # iterations after which a run that took less is believed
 
 
@@ -39,7 +37,7 @@ def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
     record = RunRecord.read(run)
     if reason := _why_it_does_not_count(record, device, job):
         raise ConfigError(f"--run {run} says nothing about this job: {reason}")
-    allocated_gb, *_ = record.settings[_PREDICTED]
+    allocated_gb = record.predicted_gb[0]
     more_mb = (record.allocated_bytes - allocated_gb * GB) / MB
     if more_mb > 0 or record.iterations >= _LONG:
         device = replace(
@@ -74,7 +72,7 @@ def _why_it_does_not_count(record: RunRecord, device: DeviceModel, job: Job) -> 
         return "it trained another model"
     if record.had_errors:
         return "it ran out of memory"
-    if not fits(record.settings.get(_PREDICTED), tuple[float, float, float]):
+    if not record.predicted_gb:
         return "its config has no plan with MEMFIT.PLAN.PREDICTED_GB: plan once, then train that"
     return ""
 

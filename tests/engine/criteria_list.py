@@ -4,7 +4,6 @@
 Which ones are wrong is not written here. ``test_loss_check.py`` computes it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,8 +42,6 @@ def annotated_images(numbers_of_objects, seed):
         instances.gt_boxes = Boxes(torch.cat([corners * scale, (corners + sizes) * scale], 1))
         instances.gt_classes = torch.randint(CLASSES, (objects,), generator=generator)
         tint = torch.rand(3, 1, 1, generator=generator) * 2 * (1 + i % 3)
-        sem_seg = torch.randint(CLASSES, (height, width), generator=generator)
-        sem_seg[:, width // (1 + (i + seed) % 4) :] = 255
         images.append(
             {
                 "file_name": f"{i}.jpg",
@@ -53,7 +50,6 @@ def annotated_images(numbers_of_objects, seed):
                 "width": width,
                 "image": torch.rand(3, height, width, generator=generator) * tint,
                 "instances": instances,
-                "sem_seg": sem_seg,
             }
         )
     return images
@@ -168,20 +164,6 @@ class Detector(nn.Module):
             found.append(features[0, :, y, x].T + place)
         return found
 
-    def labels(self, batch):
-        """Class of each cell of each image; CLASSES outside of all boxes."""
-        found = []
-        for image in batch:
-            height, width = (-(-side // 4) for side in image["image"].shape[1:])
-            labels = torch.full((height, width), CLASSES)
-            instances = image["instances"]
-            for (x0, y0, x1, y1), label in zip(
-                (instances.gt_boxes.tensor / 4).tolist(), instances.gt_classes.tolist()
-            ):
-                labels[math.floor(y0) : math.ceil(y1), math.floor(x0) : math.ceil(x1)] = label
-            found.append(labels.flatten())
-        return found
-
     def wanted_boxes(self, batch):
         """[objects, 4] of the batch, as shares of 32 pixels."""
         boxes = torch.cat([image["instances"].gt_boxes.tensor for image in batch])
@@ -230,12 +212,6 @@ class OwnCount(Sum):
 
 
 @criterion()
-class ClampWithinWindowCount(Sum):
-    def divisor(self, batch):
-        return window_count(max(num_objects(batch), 4))
-
-
-@criterion()
 class PlainSum(Sum):
     def divisor(self, batch):
         return 1
@@ -248,35 +224,6 @@ class MeanOfMeans(Detector):
     def losses(self, batch):
         means = [(self.boxes(r) ** 2).sum() / max(len(r), 1) for r in self.rows(batch)]
         return {"loss_bbox": torch.stack(means).mean()}
-
-
-class Pixels(Detector):
-    """Logits of cells, and the label images at the cells' corners."""
-
-    def pixels(self, batch):
-        labels = [image["sem_seg"][::4, ::4].flatten() for image in batch]
-        return [self.classes(cells) for cells in self.cells(batch)], labels
-
-
-@criterion()
-class LabelledPixels(Pixels):
-    def losses(self, batch):
-        logits, labels = map(torch.cat, self.pixels(batch))
-        return {"loss_sem_seg": F.cross_entropy(logits, labels, ignore_index=255)}
-
-
-@criterion()
-class NoLabelledPixels(Pixels):
-    """Only pixels of objects are labelled: without any, the mean is NaN."""
-
-    def losses(self, batch):
-        logits, _ = map(torch.cat, self.pixels(batch))
-        labels = torch.cat(self.labels(batch))
-        labels = labels.where(labels < CLASSES, 255)
-        return {"loss_sem_seg": self.loss(logits, labels)}
-
-    def loss(self, logits, labels):
-        return F.cross_entropy(logits, labels, ignore_index=255)
 
 
 @criterion()
@@ -300,42 +247,6 @@ class ClassCountsOverRanks(ClassBalanced):
 
     def counts(self, own):
         return summed(own).clamp(min=1)
-
-
-@criterion()
-class PairsOfBatch(Detector):
-    """SupCon over the objects of a batch."""
-
-    def losses(self, batch):
-        labels = classes_of(batch)
-        features = F.normalize(self.quality.weight * torch.cat(self.rows(batch)), dim=1)
-        logits = features @ features.T / 0.5
-        same = (labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool)
-        if not same.any():
-            return {"loss_contrastive": features.sum() * 0}
-        return {"loss_contrastive": -logits.log_softmax(1)[same].mean()}
-
-
-@criterion()
-class OwnValue(Detector):
-    """Each loss is divided by its own value, so that all have the value 1."""
-
-    def losses(self, batch):
-        loss = self.quality(self.pooled(batch)).exp().mean()
-        return {"loss_one": loss / loss.detach()}
-
-
-@criterion()
-class NormalisedGradients(Detector):
-    """A hook on parameters gives their gradients the norm 1, in each backward."""
-
-    def __init__(self):
-        super().__init__()
-        for parameter in self.quality.parameters():
-            parameter.register_hook(lambda gradient: gradient / (gradient.norm() + 1e-6))
-
-    def losses(self, batch):
-        return {"loss_hooked": (self.quality(self.pooled(batch)) - 3).pow(2).mean()}
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -377,18 +288,6 @@ class Queue(Detector):
         self.queue[places] = pooled.detach()
         self.pointer[0] = (first + len(batch)) % len(self.queue)
         return {"loss_moco": loss.exp().mean()}
-
-
-@criterion(names=["num_forwards"])
-class WarmUpInNumber(Detector):
-    def __init__(self):
-        super().__init__()
-        self.num_forwards = 0
-
-    def losses(self, batch):
-        self.num_forwards += 1
-        warm_up = min(self.num_forwards / 20, 1.0)
-        return {"loss_pairwise": (self.boxes(self.pooled(batch)) ** 2).mean() * warm_up}
 
 
 @criterion(names=["teacher"])
@@ -447,15 +346,6 @@ class Dropout(Detector):
     def losses(self, batch):
         pooled = F.dropout(self.pooled(batch), 0.2, self.training)
         return {"loss_dropped": self.quality(pooled).exp().mean()}
-
-
-@criterion()
-class TimesRanks(Detector):
-    """Undoes the mean of DDP."""
-
-    def losses(self, batch):
-        per_image = (self.boxes(self.pooled(batch)) ** 2).mean()
-        return {"loss_box": per_image * get_world_size()}
 
 
 CRITERIA["ObjectsByKey"] = Criterion(OwnCount, {"losses": [["loss_bbox", "objects"]]})

@@ -1,16 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """Detectron2's best checkpoint, and runs that end in evaluations."""
 
-import contextlib
-import os
-import random
-import signal
-
-import numpy as np
 import pytest
 import torch
 from detectron2.utils import comm
-from detectron2.utils.env import seed_all_rng
 from resumed import coins_cfg
 from test_docs import blocks
 from tiny import ROOT
@@ -74,34 +67,3 @@ def test_the_lines_of_the_page_keep_the_best(coins, tmp_path, monkeypatch):
     run(trainer_of_the_page(monkeypatch), cfg_of(tmp_path, max_iter=5))
     assert iteration_of(tmp_path / "model_best.pth") == 1
     assert iteration_of(tmp_path / "model_final.pth") == 4
-
-
-class Drawing(Trainer):
-    """Its evaluations draw random numbers of all kinds. Those after ``ends`` end the run."""
-
-    ends = ()
-
-    @classmethod
-    def test(cls, cfg, model, evaluators=None):
-        results = super().test(cfg, model)
-        random.random(), np.random.random()
-        if cls.iterations[-1] in cls.ends:
-            os.kill(os.getpid(), signal.SIGTERM)
-        torch.rand(1)
-        return results
-
-
-def test_a_run_that_ends_in_evaluations_goes_on_to_the_same_weights(coins, tmp_path):
-    def weights_of(name, endings):
-        trainer = None
-        for ends in endings:
-            cls = type("Trainer", (Drawing,), {"iterations": [], "ends": ends})
-            seed_all_rng(1 if trainer is None else 2)
-            trainer = cls(cfg_of(tmp_path / name))
-            trainer.resume_or_load(resume=True)
-            with pytest.raises(SystemExit) if ends else contextlib.nullcontext():
-                trainer.train()
-        return torch.load(tmp_path / name / "model_final.pth", weights_only=True)["model"]
-
-    expected, actual = weights_of("straight", [()]), weights_of("ended", [[0], [2], [3], ()])
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)

@@ -3,19 +3,18 @@
 
 import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
-from forks import Forked, run_forked
+from forks import run_forked
 from saving import resumed, trainer_of
 from tiny import ROOT
 
 from d2_memfit.common.files import LEFTOVERS, temporary_name
 from d2_memfit.engine.checkpoint import MemfitCheckpointer
-from d2_memfit.errors import CheckpointError, ConfigError
+from d2_memfit.errors import CheckpointError
 
 
 def saved_run(folder, iterations=3, **kwargs):
@@ -171,41 +170,6 @@ def test_a_run_that_does_not_resume_moves_the_earlier_ones_checkpoints_aside(tmp
     trainer, _ = resumed(tmp_path, size=50)
     trainer.train(3, 5)
     assert not (tmp_path / "earlier_3").exists()
-
-
-HOLD = """
-import signal, sys
-from d2_memfit.common.files import FolderLock
-lock = FolderLock(sys.argv[1], is_shared="shared" in sys.argv)
-print("held", flush=True)
-signal.pause()
-"""
-
-
-@pytest.fixture
-def owner(tmp_path, request):
-    """Another process that trains in the folder, or one that only looks at its lock."""
-    process = Forked(["-c", HOLD, tmp_path, *getattr(request, "param", [])], tmp_path / "said")
-    while not ((tmp_path / "said").exists() and (tmp_path / "said").read_text()):
-        assert process.poll() is None
-        time.sleep(0.01)
-    yield process
-    process.kill()
-    process.wait(60)
-
-
-@pytest.mark.slow
-def test_a_second_run_in_a_folder_is_told_of_the_first_and_changes_nothing(tmp_path, owner):
-    (tmp_path / "model_0000009.pth").touch()
-    before = names(tmp_path)
-    trainer, checkpointer = trainer_of(tmp_path, size=50)
-    with pytest.raises(ConfigError, match=f"is in use by process {owner.pid} on "):
-        checkpointer.start_run()
-    assert names(tmp_path) == before
-    owner.kill()
-    owner.wait(60)
-    trainer.train(0, 1)  # the lock of a process that is gone is taken over
-    assert "model_0000000.pth" in names(tmp_path)
 
 
 def load(tmp_path, content):

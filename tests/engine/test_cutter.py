@@ -47,25 +47,6 @@ def test_it_grows_back_to_what_is_configured_and_not_beyond(cutter):
     assert size.images == 6
 
 
-def test_a_size_that_fails_again_and_again_waits_twice_as_long_each_time(cutter):
-    size = cutter(2, grow_after=3)
-    waits = []
-    for _ in range(5):
-        fail(size, 2)
-        waits.append(next(i for i in range(1, 100) if size.end_iteration(clean=True)))
-    assert waits == [3, 3, 6, 12, 24]
-
-
-def test_a_size_that_has_held_is_trusted_again(cutter):
-    size = cutter(2, grow_after=3)
-    for _ in range(3):
-        fail(size, 2)
-        next(i for i in range(1, 100) if size.end_iteration(clean=True))
-    assert clean(size, 6) == []  # it holds
-    fail(size, 2)
-    assert clean(size, 100) == [3]
-
-
 def test_its_state_goes_on_where_it_was(cutter):
     size = cutter(8, grow_after=5)
     fail(size, 8)

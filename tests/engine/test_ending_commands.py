@@ -201,32 +201,3 @@ def test_a_command_ends_with_a_line_and_goes_on_to_the_same_weights(
     assert status == 0, shown
     assert "copypaste" in shown
     assert all(torch.equal(final_weights(folder)[k], v) for k, v in expected.items())
-
-
-LATE_RANK = """
-import os, signal, time
-import torch.distributed as dist
-from d2_memfit.engine.launch import launch
-
-attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"]
-
-def main():
-    dist.barrier()
-    if attempt == 0:
-        if rank == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-
-if rank == "1" and attempt > 0:
-    time.sleep(1)
-launch(main, 1)
-"""
-
-
-def test_a_restarted_rank_of_torchrun_does_not_look_for_a_dead_one(tmp_path):
-    """It found the address of the last attempt when the other rank started later."""
-    script, printed = tmp_path / "late_rank.py", tmp_path / "printed"
-    script.write_text(LATE_RANK)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
-    assert finish(Forked([*torchrun, "--max-restarts", 1, script], printed))[0] == 0
-    assert "Connection refused" not in printed.read_text()

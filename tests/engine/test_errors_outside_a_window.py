@@ -11,7 +11,6 @@ from tiny import images
 from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.config.settings import RecoveryOptions
-from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.retry import WindowRetries
 from d2_memfit.errors import OutOfMemoryError
 
@@ -70,16 +69,6 @@ def test_the_first_failure_is_on_file_when_the_restoration_fails(part, tmp_path,
     assert phases(tmp_path) == ["forward", "restoration"]
 
 
-def test_an_evaluator(tmp_path):
-    options = RecoveryOptions(output_dir=str(tmp_path))
-    with (
-        pytest.raises(OutOfMemoryError, match=r"in the evaluation.*MAX_SIZE_TEST"),
-        recovering_inference(Model(), options),
-    ):
-        run_out()
-    assert phases(tmp_path) == ["evaluation"]
-
-
 def fail_at_the_end(rank, output_dir):
     model = compat.create_ddp_model(Model(), broadcast_buffers=False)
     trainer = trainer_of(output_dir, model, steps=2)
@@ -95,27 +84,9 @@ def test_all_ranks_hear_of_an_end_that_fails_on_one(two_ranks, tmp_path):
     assert "in the window of iteration 0 on rank 1" in first
 
 
-def fail_in_the_vote(rank, output_dir):
-    model = compat.create_ddp_model(Model(), broadcast_buffers=False)
-    trainer = trainer_of(output_dir, model)
-    if rank == 1:
-        model.module.fits = 1
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StateCopy, "restore", run_out)
-            return error_of(trainer)
-    return error_of(trainer)
-
-
 def error_of(trainer):
     try:
         iterate(trainer)
     except OutOfMemoryError as e:
         return str(e)
     return None
-
-
-def test_all_ranks_hear_of_a_restoration_that_fails_on_one(two_ranks, tmp_path):
-    first, second = two_ranks.run(fail_in_the_vote, tmp_path)
-    assert first == second
-    assert "in the restoration of iteration 0 on rank 1" in first
-    assert phases(tmp_path) == ["forward", "restoration"]

@@ -8,11 +8,9 @@ import pytest
 import torch
 from detectron2.evaluation import inference_on_dataset
 from detectron2.modeling import GeneralizedRCNNWithTTA
-from detectron2.utils import comm
 from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit import compat
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.errors import OutOfMemoryError
@@ -145,27 +143,3 @@ def test_test_time_augmentation_is_recovered_too(tmp_path):
     assert not failures
     assert len(actual[0]["instances"]) == len(expected[0]["instances"])
     assert actions(tmp_path) == ["results are post-processed on the host"]
-
-
-def evaluate_on_a_rank(rank):
-    model = compat.create_ddp_model(
-        tiny_model(tiny_cfg("mask_rcnn", fpn=False)), broadcast_buffers=False
-    )
-    expected = evaluate(model)
-    if rank == 1:
-        model.module.forward = FailsOn(model.module, lambda batch: len(batch) > 1)
-    assert_same_outputs(evaluate(model, RecoveryOptions()), expected)
-    # The evaluators' collective, which no rank may miss.
-    return comm.all_gather([o["image_id"] for o in expected])
-
-
-def test_one_rank_that_fails_keeps_the_others_waiting_and_no_more(two_ranks):
-    image_ids = [0, 1, 2, 10, 11, 12]
-    assert two_ranks.run(evaluate_on_a_rank) == [[image_ids, image_ids]] * 2
-
-
-class WithMode(torch.nn.Linear):
-    """A model that is called with more than a batch."""
-
-    def forward(self, batch, mode, scale=1.0):
-        return [(mode, scale * super(WithMode, self).forward(image)) for image in batch]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from detectron2.data import build_detection_train_loader
-from detectron2.engine import HookBase, hooks
+from detectron2.engine import hooks
 from detectron2.utils.events import JSONWriter
 from injection import Injector
 from monitored import batches, cheap_trainer, make_trainer
@@ -67,25 +67,6 @@ def test_reports_go_to_writers_and_the_log(coins, tmp_path, log):
         assert found["host_rss_gb"] == pytest.approx(found["allocated_gb"], 0.1)
         assert 0.005 < found["workers_private_gb"] < found["workers_rss_gb"]
     assert f"Memory until iteration 3: {found['reserved_peak_gb']:.1f}/6.0 GB" in log.text
-
-
-def test_a_peak_within_a_forward_is_seen():
-    class Hungry(torch.nn.Linear):
-        def forward(self, x):
-            self.kept = torch.ones(2**26) if x else None  # 256 MiB
-            return self.weight.sum()
-
-    class Look(HookBase):
-        def after_step(self):
-            peaks.append(self.trainer.storage.latest()["memfit/allocated_peak_gb"][0])
-            self.trainer.model.kept = None
-
-    peaks, model = [], Hungry(1, 1)
-    trainer = AccumulatingTrainer(model, [0, 1, 0], torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer.register_hooks([MemoryMonitor(1), Look()])
-    trainer.train(0, 3)
-    assert peaks[1] - peaks[0] > 0.2
-    assert peaks[2] < peaks[1] - 0.2
 
 
 def report_on_rank(rank):
@@ -230,7 +211,7 @@ def train(tmp_path):
     return run
 
 
-def test_peaks_are_in_the_output_folder_with_their_micro_batch(train, tmp_path, log):
+def test_peaks_are_in_the_output_folder_with_those_that_were_predicted(train, tmp_path, log):
     train(max_iter=2)  # fewer iterations are not recorded
     assert not (tmp_path / "memfit_peaks.json").exists()
     train()
@@ -238,7 +219,7 @@ def test_peaks_are_in_the_output_folder_with_their_micro_batch(train, tmp_path, 
     assert record["allocated_bytes"] > 900 * MB
     assert 50 * MB < record["outside_bytes"] < 8000 * MB
     assert record["iterations"] == 4
-    assert record["micro_batch"] == [2, 64, 64, 6]
+    assert record["predicted_gb"] == [0.3, 0.4, 0.5]
     assert record["had_errors"]
     assert re.search(r"Peaks of training: \d\.\d\d GB allocated", log.text)
     assert "The plan predicted 0.30, 0.40 and 0.50 GB for its largest images" in log.text

@@ -27,11 +27,6 @@ def start(dtype=torch.float32):
     return model
 
 
-def weighted(model, batch):
-    losses = model(batch)
-    return {"loss_rpn_cls": 0.5 * losses["loss_rpn_cls"], "loss_rpn_loc": losses["loss_rpn_loc"]}
-
-
 def trained(cut, kind=AccumulatingTrainer, model=None, num_iterations=3, **kwargs):
     """The parameters after some iterations of 8 images, in batches of ``cut``."""
     model = model or start()
@@ -39,23 +34,6 @@ def trained(cut, kind=AccumulatingTrainer, model=None, num_iterations=3, **kwarg
     trainer = kind(model, loader, sgd(model), 8 // cut, **kwargs)
     storage = iterate(trainer, num_iterations)
     return parameters(model), storage, trainer
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-@pytest.mark.parametrize(("cut", "micro_batch"), [(2, None), (8, 3)])
-def test_its_losses_accumulate_as_a_model_s_own(dtype, tolerance, cut, micro_batch):
-    before = parameters(start(dtype))
-    full, expected, _ = trained(8, model=start(dtype), loss_fn=weighted)
-    plain, _, _ = trained(8, model=start(dtype))
-    assert relative_difference(full, plain) > 1e-4  # the weights matter
-    actual, storage, _ = trained(
-        cut, model=start(dtype), loss_fn=weighted, micro_batch_size=micro_batch
-    )
-    moved = relative_difference(full, before)
-    assert relative_difference(actual, full) < tolerance * moved
-    for name in ("loss_rpn_cls", "loss_rpn_loc", "total_loss"):
-        values, all_expected = (s.history(name).values() for s in (storage, expected))
-        assert [v for v, _ in values] == pytest.approx([v for v, _ in all_expected], rel=1e-5)
 
 
 def wrapped_on_rank(rank, steps):

@@ -8,10 +8,9 @@ from detectron2.utils.events import EventStorage
 from injection import seed_all
 from tiny import images, parameters, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, Job
+from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.config.settings import RecoveryOptions
-from d2_memfit.engine.build import build_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -57,10 +56,7 @@ def test_a_resumed_loop_goes_on_as_if_nothing_had_happened(tmp_path, precision):
     train(tmp_path / "resumed", 4, precision=precision)
     actual, storage = train(tmp_path / "resumed", 6, resume=True, precision=precision)
     states = [trainer.state_dict() for trainer in (actual, expected)]
-    tested = [state.pop("counts") for state in states]
-    for state in tested:
-        state["report"].pop("seconds")
-    assert tested[0] == tested[1]
+    assert states[0].pop("counts") == states[1].pop("counts")
     torch.testing.assert_close(*states, rtol=0, atol=0)
     torch.testing.assert_close(parameters(actual.model), parameters(expected.model), rtol=0, atol=0)
     assert [i for _, i in storage.history("total_loss").values()] == [4, 5]
@@ -79,33 +75,6 @@ def test_the_iteration_is_the_storage_s_however_the_loop_counts():
             seen.append((trainer.iter, iteration + 1))
     assert seen == [(6, 6), (7, 7), (8, 8)]
     assert [i for _, i in storage.history("total_loss").values()] == [6, 7, 8]
-
-
-def test_one_call_makes_the_trainer_of_a_config(tmp_path, log):
-    """Techniques, budget, precision and recovery are the config's; parts may be the project's."""
-    cfg = tiny_cfg("faster_rcnn", fpn=False)
-    cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH = 2, 2, 1
-    cfg.MEMFIT.OOM.POLICY, cfg.OUTPUT_DIR = "split", str(tmp_path)
-    cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"]
-    job = Job.from_cfg(cfg)
-    model = tiny_model(cfg)
-    trainer = build_trainer(job, model=model, data_loader=[images(2)] * 4)
-    assert trainer.model is model
-    assert trainer.cutter.images == 1
-    assert trainer.recovery is not None
-    assert any("forward" in vars(module) for module in model.modules())
-    assert isinstance(trainer.optimizer, torch.optim.SGD)  # the job's own
-    with EventStorage() as storage:
-        for _ in range(2):
-            trainer.run_step()
-            storage.step()
-    assert storage.latest()["effective_batch"][0] == 4
-    doubled = build_trainer(
-        job, data_loader=[images(2)] * 2, loss_fn=lambda m, b: {"x": 2 * sum(m(b).values())}
-    )
-    with EventStorage() as storage:
-        doubled.run_step()
-    assert storage.latest()["total_loss"][0] > 0
 
 
 def stepped(rank, accumulates):

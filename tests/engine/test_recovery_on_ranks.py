@@ -53,7 +53,7 @@ def train_with_failures(rank, num_ranks, num_iterations, seed):
     for i in range(num_iterations):
         unlucky, point = rng.randrange(num_ranks), rng.randrange(1, num_allocations)
         trainer.injector = Injector([point] if rank == unlucky and i else [])
-        trainer.cutter.forget()
+        trainer.cutter.images = None
         iterate(trainer, first=i)
         num_allocations = min(num_allocations, trainer.injector.num_allocations)
     return parameters(model.module), trainer.recovery.totals.oom_events

@@ -126,19 +126,6 @@ def test_on_another_number_of_ranks_the_data_continue(coins, tmp_path, two_ranks
     assert {name for name, _ in second["images"][0]} - of_two_ranks
 
 
-def test_a_checkpoint_that_lacks_the_state_is_resumed_and_it_is_said(coins, tmp_path, log):
-    """Those of plain Detectron2, and of d2_memfit before it kept the order."""
-    cfg = coins_cfg(tmp_path, "faster_rcnn")
-    train(cfg, 0, 2)
-    file = tmp_path / "model_0000001.pth"
-    checkpoint = torch.load(file, weights_only=True)
-    assert checkpoint["trainer"]["_trainer"].pop("run")["ranks"]
-    torch.save(checkpoint, file)
-    log.clear()
-    train(cfg, 2, 3)
-    assert log.text.count("The order of the data starts from the beginning: only that of") == 1
-
-
 def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path, log):
     class OwnLoader(Trainer):
         @classmethod
@@ -150,12 +137,3 @@ def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path,
     train(cfg, 2, 3, OwnLoader)
     train(cfg, 3, 4)
     assert log.text.count("The order of the data starts from the beginning: only that of") == 2
-
-
-def test_another_dataset_begins_again_and_it_is_said(coins, tmp_path, log):
-    cfg = coins_cfg(tmp_path, "faster_rcnn")
-    train(cfg, 0, 2)
-    cfg.DATASETS.TRAIN = ("coins_val",)
-    train(cfg, 2, 3)
-    expected = "beginning: 64 images by a TrainingSampler then, 16 images by a TrainingSampler now"
-    assert expected in log.text

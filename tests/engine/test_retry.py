@@ -4,13 +4,10 @@
 import gc
 import json
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from detectron2.modeling.meta_arch import retinanet
-from detectron2.structures import Instances
 from detectron2.utils.events import EventStorage
 from fvcore.nn import sigmoid_focal_loss
 from injection import (
@@ -296,21 +293,6 @@ def test_an_image_that_is_skipped_leaves_the_mean_over_the_others(phase, log):
     assert "it is skipped" in log.text
 
 
-def test_an_iteration_of_skipped_images_makes_no_step(monkeypatch, log):
-    monkeypatch.setattr("d2_memfit.engine.retry.MAX_SKIPPED", 0.5)
-    model = CountingModel(2)
-    trainer = FailingTrainer(
-        model,
-        [[{"image_id": 0}], [{"image_id": 1}]],
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        recovery=RecoveryOptions(last_resort="skip"),
-        fails=FailsTimes(0, 99),
-    )
-    iterate(trainer, 2)
-    assert model.weight.tolist() == [0.0, 1.0]
-    assert "all images were skipped" in log.text
-
-
 def test_too_many_skipped_images_end_the_run():
     trainer = failing(lambda names: True, 1, CountingModel(6), 3, last_resort="skip")
     with pytest.raises(OutOfMemoryError, match=r"2 of 2 images.*share of 0.001"):
@@ -336,16 +318,6 @@ def test_the_size_grows_back_and_is_kept_in_checkpoints(monkeypatch):
     storage = iterate(resumed, 3, first=11)
     assert [int(v) for v, _ in storage.history("memfit/micro_batch").values()] == [1, 1, 2]
     assert storage.latest()["memfit/oom_events"][0] == trainer.recovery.totals.oom_events
-
-
-def test_what_happened_is_logged_and_counted(log):
-    trainer = failing(lambda names: len(names) > 1, 2, num_batches=2)
-    storage = iterate(trainer)
-    latest = {name: value for name, (value, _) in storage.latest().items()}
-    assert latest["memfit/micro_batch"] == 1
-    assert latest["memfit/oom_events"] == 1
-    assert latest["memfit/retried_images"] == 2
-    assert len({r.message for r in log.records if "Out of memory" in r.message}) == 1
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), AssertionError("no")])
@@ -397,7 +369,7 @@ def test_recoveries_leave_no_memory_behind():
     with TensorMeter() as meter:
         for i in range(31):
             trainer.injector = Injector(fail_at=[10 + 2 * i])  # in forward and backward
-            trainer.cutter.forget()
+            trainer.cutter.images = None
             iterate(trainer, first=i)
             if i == 0:
                 at_first = meter.live_bytes
@@ -495,16 +467,3 @@ def test_an_event_holds_what_a_user_must_know(tmp_path):
         "action": "done",
         "rank": 0,
     }
-
-
-def test_ids_of_any_type_and_images_without_annotations_are_written(tmp_path):
-    record = record_of(tmp_path)
-    pixels = torch.zeros(3, 8, 8)
-    batch = [
-        {"image": pixels, "image_id": np.int64(7), "instances": Instances((8, 8))},
-        {"image": pixels, "image_id": Path("a/b"), "file_name": "c"},
-    ]
-    record.log(record.event(MemoryError(), "forward", batch), "done")
-    first, second = json.loads((tmp_path / "memfit_oom.jsonl").read_text())["images"]
-    assert (first["image_id"], first["num_instances"]) == (7, 0)
-    assert (second["image_id"], second["num_instances"]) == ("a/b", None)

@@ -5,11 +5,11 @@ import sys
 
 import pytest
 import torch
-from detectron2.engine import DefaultTrainer, hooks
+from detectron2.engine import hooks
 from detectron2.utils.env import seed_all_rng
-from tiny import images, parameters, relative_difference, run_process, tiny_cfg, tiny_model
+from tiny import images, parameters, relative_difference, run_process, tiny_cfg
 
-from d2_memfit import MemfitMixin, MemfitTrainer
+from d2_memfit import MemfitTrainer
 from d2_memfit.techniques import TECHNIQUES
 from d2_memfit.techniques.sharded_optimizer import ShardedOptimizer
 
@@ -120,35 +120,6 @@ def test_plain_detectron2_loads_and_traces_the_model_that_training_leaves(cfg, c
     assert run.returncode == 0, run.stderr
     assert run.stdout == "20 False\n", run.stderr
     assert "not found" not in run.stderr  # the checkpointer's words for missing weights
-
-
-def test_a_project_that_builds_its_own_model_and_optimizer_gets_them_too(cfg):
-    class Theirs(DefaultTrainer):
-        @classmethod
-        def build_model(cls, cfg):
-            return tiny_model(cfg)
-
-        @classmethod
-        def build_optimizer(cls, cfg, model):
-            return torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-        @classmethod
-        def build_train_loader(cls, cfg):
-            return [images(2)] * 10
-
-    class TheirsWithOurs(MemfitMixin, Theirs):
-        pass
-
-    class OursThenTheirs(MemfitTrainer):
-        build_model = Theirs.build_model
-        build_optimizer = Theirs.build_optimizer
-        build_train_loader = Theirs.build_train_loader
-
-    cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"]
-    for trainer_class in (TheirsWithOurs, OursThenTheirs):
-        trainer = trainer_class(cfg)
-        assert "forward" in vars(trainer.model.backbone.bottom_up.res3)
-        assert trainer.scheduler.optimizer is trainer._trainer.optimizer is trainer.optimizer
 
 
 def train_on_rank(rank, cfg, resume):

@@ -169,27 +169,6 @@ def test_metrics_are_means_over_images_with_one_entry_per_iteration():
     assert storage.smoothing_hints()["effective_batch"] is False
 
 
-@pytest.mark.parametrize("kind", [list, lambda pair: {"x": pair[0], "y": pair[1]}])
-def test_a_batch_of_another_kind_counts_as_one(kind):
-    class Pairs(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(()))
-
-        def forward(self, batch):
-            x, y = batch.values() if isinstance(batch, dict) else batch
-            return (self.weight * x * y).mean()
-
-    model = Pairs()
-    pairs = [(torch.ones(2), torch.ones(2)), (torch.ones(6), torch.full((6,), 3.0))]
-    loader = map(kind, pairs)
-    storage = run(
-        AccumulatingTrainer(model, loader, torch.optim.SGD(model.parameters(), 1.0), 2), 1
-    )
-    assert values(storage, "effective_batch") == [2]
-    assert model.weight.item() == -1.0  # 1 - (1 + 3) / 2
-
-
 def test_the_loader_is_asked_for_a_batch_only_when_it_is_needed():
     """So that its workers prepare the next one during a forward."""
     order = []
@@ -236,20 +215,6 @@ def test_a_loader_that_ends_within_a_window_is_named_and_nothing_is_stepped():
     assert torch.equal(model.weight, after_one_step.weight)
 
 
-def test_float16_gradients_are_those_of_the_full_batch():
-    cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
-    results = []
-    for sizes, steps, precision in (((8,), 1, "fp32"), ((8,), 1, "fp16"), ((3, 3, 2), 3, "fp16")):
-        model = tiny_model(cfg)
-        run(AccumulatingTrainer(model, cut(BATCHES, sizes), sgd(model), steps, precision))
-        results.append(parameters(model))
-    full32, full16, accumulated16 = results
-    moved = relative_difference(full32, parameters(tiny_model(cfg)))
-    rounding = relative_difference(full16, full32)
-    assert 0 < rounding < 0.05 * moved
-    assert relative_difference(accumulated16, full16) < 2 * rounding
-
-
 def test_an_overflow_in_one_micro_batch_skips_the_whole_step(log):
     model = ToyModel()
     optimizer = sgd(model)
@@ -263,20 +228,6 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_step(log):
     with EventStorage():
         trainer.run_step()
     assert model.weight.item() < 1.0
-
-
-def test_a_scaler_is_saved_and_loaded_and_its_absence_is_logged(log):
-    model = ToyModel()
-    trainer = AccumulatingTrainer(model, [toys(1)] * 9, sgd(model), 1, "fp16")
-    run(trainer, 1)
-    trainer.precision.scaler.update(128.0)
-    state = copy.deepcopy(trainer.state_dict())
-    other = AccumulatingTrainer(model, [toys(1)] * 9, sgd(model), 1, "fp16")
-    other.load_state_dict(state)
-    assert other.precision.scaler.get_scale() == 128.0
-    del state["grad_scaler"]
-    other.load_state_dict(state)
-    assert "The checkpoint was not trained in float16" in log.text
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 
 import pytest
 import torch
-from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, hooks
-from resumed import Trainer, coins_cfg
+from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer
 from trainer_shapes import (
     FewShot,
     MaskDINO,
@@ -15,13 +14,8 @@ from trainer_shapes import (
     class_of,
 )
 
-from d2_memfit import AccumulatingTrainer, Job, MemfitMixin, fit_config
-from d2_memfit.engine.build import build_trainer
-from d2_memfit.engine.ending import SaveOnEnding
-from d2_memfit.engine.hooks import MemoryMonitor
-from d2_memfit.engine.run_state import GatherStates
+from d2_memfit import AccumulatingTrainer, MemfitMixin
 from d2_memfit.errors import ConfigError
-from d2_memfit.memory import enforce_budget, process_memory
 
 pytestmark = pytest.mark.slow
 
@@ -56,17 +50,6 @@ def test_trainers_that_cannot_accumulate_are_an_error(tmp_path):
         type("Trainer", (DefaultTrainer, MemfitMixin), {})
     with pytest.raises(TypeError, match="first argument of Trainer must be the config"):
         class_of("DefaultTrainer")(None)
-
-
-def test_hooks_that_a_project_takes_away_are_registered_again(tmp_path):
-    trainer = class_of("DefaultTrainer")(cfg_of(tmp_path, **{"MEMFIT.MONITOR.PERIOD": 1}))
-    trainer._hooks = []
-    trainer.register_hooks([hooks.LRScheduler()])
-    trainer.train()
-    kinds = [type(hook) for hook in trainer._hooks]
-    assert kinds[0] is GatherStates
-    assert MemoryMonitor in kinds
-    assert kinds[-1] is SaveOnEnding
 
 
 def test_a_technique_that_would_not_be_applied_is_an_error(tmp_path):
@@ -105,15 +88,3 @@ def test_a_run_step_that_reads_no_key_is_an_error_where_one_is_set(tmp_path):
     trainer = Remedied(cfg_of(tmp_path, **ACCUMULATION))
     trainer.train()
     assert trainer.storage.latest()["effective_batch"][0] == 8
-
-
-def test_a_plan_that_nobody_makes_is_an_error(coins, tmp_path):
-    cfg = coins_cfg(tmp_path, **{"SOLVER.MAX_ITER": 1, "MEMFIT.PLAN.ENABLED": True})
-    cfg.MEMFIT.BUDGET_GB = process_memory().data_bytes / 2**30 + 20
-    text = r"MEMFIT\.PLAN\.ENABLED True: a trainer does not plan.*Trainer\(fit_config\(cfg, Trainer"
-    with pytest.raises(ConfigError, match=text):
-        Trainer(cfg)
-    with pytest.raises(ConfigError, match=text):
-        build_trainer(Job.from_cfg(cfg))
-    Trainer(fit_config(cfg, Trainer)).train()
-    enforce_budget(None, "cpu")

@@ -3,9 +3,7 @@
 
 import contextlib
 import io
-import os
 import resource
-import signal
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from detectron2.utils import comm
 from resumed import coins_cfg
 from tiny import read_metrics
 
-from d2_memfit import compat
 from d2_memfit.cli import train as command
 from d2_memfit.common.files import FolderLock
 from d2_memfit.config.load import load_cfg
@@ -83,39 +80,6 @@ def test_budget_and_monitor_work_on_two_ranks(coins, tmp_path, two_ranks):
     state = state.get("_trainer", state)
     assert "optimizer" in state
     assert None not in state["run"]["ranks"]
-
-
-def act_before_steps(monkeypatch, act):
-    """Call a function with the iteration before each step; return the iterations of the steps."""
-    original, made = compat.after_backward, []
-
-    def after_backward(trainer):
-        act(trainer.iter)
-        original(trainer)
-        made.append(trainer.iter)
-
-    monkeypatch.setattr(compat, "after_backward", after_backward)
-    return made
-
-
-@pytest.mark.parametrize("kind", ["signal", "error"])
-def test_endings_save_and_are_resumed(kind, coins, tmp_path, monkeypatch):
-    def act(iteration):
-        if iteration == 1 and kind == "error":
-            raise RuntimeError("a bug")
-        if iteration == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    act_before_steps(monkeypatch, act)
-    with pytest.raises((SystemExit, RuntimeError)) as e:
-        run(tmp_path, {"SOLVER.MAX_ITER": 4}, False)
-    assert getattr(e.value, "code", 1) == (143 if kind == "signal" else 1)
-    last = 1 if kind == "signal" else 0
-    assert (tmp_path / "last_checkpoint").read_text() == f"model_000000{last}.pth"
-    monkeypatch.undo()
-    made = act_before_steps(monkeypatch, lambda iteration: None)
-    run(tmp_path, {"SOLVER.MAX_ITER": 4}, True)
-    assert made == [*range(last + 1, 4)]
 
 
 def resume_in_two_folders(rank, folder, coins):

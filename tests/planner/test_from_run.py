@@ -45,7 +45,7 @@ def wrong(tmp_path):
 
 @pytest.fixture
 def keep(tmp_path):
-    """Keeps a record of a run of a job, of a micro-batch of 2 images of 64 x 128 pixels."""
+    """Keeps a record of a run of a job."""
 
     def write(cfg, **values):
         record = RunRecord(
@@ -53,14 +53,11 @@ def keep(tmp_path):
             here=device_and_software(torch.device("cpu")),
             ranks=1,
             family=Job.from_any(cfg).family,
-            settings={"MEMFIT.PLAN.PREDICTED_GB": [0.25, 0.25, 0.3]},
+            predicted_gb=[0.25, 0.25, 0.3],
             iterations=5,
-            micro_batch=[2, 64, 128, 6],
             had_errors=False,
             allocated_bytes=900 * MB,
-            reserved_bytes=900 * MB,
             outside_bytes=300 * MB,
-            expandable_segments=False,
         )
         replace(record, **values).write(tmp_path / "run")
         return tmp_path / "run"
@@ -73,13 +70,13 @@ def estimate(cfg, device, size=(64, 128), run=None):
 
 
 def predicting(e):
-    return {"MEMFIT.PLAN.PREDICTED_GB": [e.peak_allocated_gb, e.peak_reserved_gb, 0.3]}
+    return [e.peak_allocated_gb, e.peak_reserved_gb, 0.3]
 
 
 def test_what_a_run_took_more_counts_for_the_next_estimate(cfg, wrong, keep):
     before = estimate(cfg, wrong)
     assert before.from_run == ""
-    after = estimate(cfg, wrong, run=keep(cfg, settings=predicting(before)))
+    after = estimate(cfg, wrong, run=keep(cfg, predicted_gb=predicting(before)))
     assert after.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
     assert after.outside["context"] == pytest.approx(300 / 1024, rel=1e-6)
     line = "Starts from a run here on 2026-11-24 13:05 UTC, 5 iterations: 0.88 GB allocated where "
@@ -88,14 +85,14 @@ def test_what_a_run_took_more_counts_for_the_next_estimate(cfg, wrong, keep):
 
 def test_a_short_run_that_took_less_is_not_believed(cfg, keep):
     before = estimate(cfg, "cpu")
-    run = keep(cfg, settings=predicting(before), allocated_bytes=1 * MB)
+    run = keep(cfg, predicted_gb=predicting(before), allocated_bytes=1 * MB)
     assert estimate(cfg, "cpu", run=run).peak_allocated_gb == before.peak_allocated_gb
 
 
 def test_a_long_run_that_took_less_is_believed(cfg, keep):
     before = estimate(cfg, "cpu")
     less = round(before.peak_allocated_gb * GB) - 100 * MB
-    run = keep(cfg, settings=predicting(before), iterations=1000, allocated_bytes=less)
+    run = keep(cfg, predicted_gb=predicting(before), iterations=1000, allocated_bytes=less)
     after = estimate(cfg, "cpu", run=run)
     assert after.peak_allocated_gb == pytest.approx(before.peak_allocated_gb - 100 / 1024, rel=1e-3)
 
@@ -107,8 +104,7 @@ def test_a_long_run_that_took_less_is_believed(cfg, keep):
         ({"family": "another"}, "it trained another model"),
         ({"had_errors": True}, "it ran out of memory"),
         ({"here": {"device": "another"}}, "it had another device, or other software"),
-        ({"settings": {}}, "its config has no plan"),
-        ({"settings": {"MEMFIT.PLAN.PREDICTED_GB": ["a", 1, 1]}}, "its config has no plan"),
+        ({"predicted_gb": []}, "its config has no plan"),
     ],
 )
 def test_a_run_of_something_else_is_an_error(cfg, values, reason, keep):
@@ -123,7 +119,7 @@ def test_a_context_that_is_measured_in_this_process_stays(cfg, keep):
 def test_of_several_ranks_the_runs_context_counts(cfg, keep):
     options = {"device": "cpu", "num_instances": 3, "image_size": (64, 128)}
     before = estimate_memory(cfg, num_gpus=2, **options)
-    run = keep(cfg, settings=predicting(before), ranks=2)
+    run = keep(cfg, predicted_gb=predicting(before), ranks=2)
     after = estimate_memory(cfg, num_gpus=2, run=run, **options)
     assert after.outside["context"] == pytest.approx(300 / 1024, rel=1e-6)
     assert after.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
