@@ -32,7 +32,7 @@ test: venv
 quick: venv
 	$(PYTEST) -m "not slow and not long and not exhaustive" $(PYTEST_ARGS)
 
-GUARD = $(wildcard tests/engine/test_*.py) tests/planner/dry_run tests/test_first_hour.py tests/tools/test_train_net.py
+GUARD = $(wildcard tests/engine/test_*.py) tests/planner/test_dry_run.py tests/test_first_hour.py tests/tools/test_train_net.py
 
 guard: venv
 	$(PYTEST) -m "long and not exhaustive" $(GUARD) $(PYTEST_ARGS)

@@ -29,10 +29,10 @@ from .engine.train_loop import AccumulatingTrainer
 from .errors import ConfigError
 from .job import Job, WorstCase
 from .memory import device_and_software, enforce_budget, use_expandable_segments
-from .planner.dry_run import worst_case
 from .planner.estimate import estimate_memory
 from .planner.plan import plan_memory
 from .planner.steps import build_with_values, infer
+from .planner.worst_outputs import worst_case
 
 __all__ = ["ITEMS", "measure_gpu", "measure_item"]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple, Optional
 
 from .common.files import output_file
 from .common.units import GB
-from .planner.dry_run import Allocate, Allocation, Change
+from .planner.timeline import Allocate, Allocation, Change
 
 __all__ = ["write_page"]
 

@@ -11,9 +11,9 @@ from tiny import tiny_cfg
 
 from d2_memfit.cli.commands import main
 from d2_memfit.job import Job
-from d2_memfit.planner.dry_run import Allocate, Allocation, Free
 from d2_memfit.planner.plan import plan_memory
 from d2_memfit.planner.plan_file import keys_as_yaml
+from d2_memfit.planner.timeline import Allocate, Allocation, Free
 from d2_memfit.report import write_page
 
 GB = 2**30

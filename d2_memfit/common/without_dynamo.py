@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
-"""Three functions in place of torch._dynamo, until something else of it is used.
+"""A few names in place of torch._dynamo, until something else of it is used.
 
-torchvision and each optimizer import it, 1.6 CPU seconds, for these alone.
+torchvision, checkpointing and each optimizer import it, 1.6 CPU seconds, for these alone.
 """
 
 import importlib
@@ -16,6 +16,7 @@ _FUNCTIONS: dict[str, dict[str, Any]] = {
         "disable": lambda function, *args, **kwargs: function,
         "graph_break": lambda *args: None,
     },
+    "torch._dynamo.config": {"error_on_nested_fx_trace": True},
     "torch._dynamo.utils": {"is_compile_supported": lambda device_type: False},
 }
 
@@ -39,3 +40,4 @@ def import_dynamo_later() -> None:
         if name not in sys.modules:
             module = sys.modules[name] = _Later(name)
             vars(module).update(functions)
+    vars(sys.modules["torch._dynamo"]).setdefault("config", sys.modules["torch._dynamo.config"])

@@ -55,7 +55,6 @@ _COUNTS = Check(
 _TIERS = Check(
     f"a list of {', '.join(TIERS)}", lambda value: fits(value, list[str]) and {*value} <= {*TIERS}
 )
-_MARGIN = Check("a number from 0 to 0.99", lambda value: fits(value, float) and 0 <= value < 1)
 _GB = Check("a number from 0", lambda value: fits(value, float) and value >= 0)
 
 # fmt: off
@@ -100,8 +99,6 @@ KEYS = (
     Key("MEMFIT.PLAN.ENABLED", False, choice(True, False),
         "Whether fit_config, which d2-memfit train calls, plans before training so that the job "
         "fits BUDGET_GB."),
-    Key("MEMFIT.PLAN.MARGIN", None, _or_none(_MARGIN),
-        "Headroom of a plan, as a share of the budget."),
     Key("MEMFIT.PLAN.ALLOW", ["exact", "precision"], _TIERS,
         "Tiers of techniques that a plan may use."),
     Key("MEMFIT.PLAN.PREFER", "exact", choice("exact", "speed"),

@@ -26,10 +26,11 @@ from ..job import (
     tensors_of,
 )
 from ..memory import TensorMeter, available_host_bytes
+from ..planner.compiled_operators import compiled_operators
 from ..planner.device import DeviceModel
-from ..planner.dry_run import one_line_errors
+from ..planner.errors import one_line_errors
 from ..planner.estimate import DryJob
-from ..planner.stand_ins import compiled_operators, cuda_as_cpu
+from ..planner.stand_ins import cuda_as_cpu
 from ..planner.steps import build_with_values
 from .patient import Untested
 

@@ -11,7 +11,7 @@ from ..engine.defaults import MemfitMixin
 from ..engine.window import count_objects, images_of
 from ..errors import ConfigError, MemfitError
 from ..job import Job, readable_loader
-from ..planner.dry_run import one_line_errors
+from ..planner.errors import one_line_errors
 from . import job_checks
 from .accumulation_check import accumulates, counts
 from .patient import Patient, Untested, Unwell

@@ -19,7 +19,7 @@ from ..engine.evaluating import recovering_inference
 from ..errors import MemfitError
 from ..job import Job
 from ..planner import steps
-from ..planner.dry_run import one_line_errors
+from ..planner.errors import one_line_errors
 from ..techniques import TECHNIQUES, get_technique
 from .estimate_check import estimate_against_real_step
 from .injection import Injector, relative_difference
@@ -163,7 +163,7 @@ def is_estimated(job: Job) -> str:
     if step.at_least:
         text += f". More may be needed, because {'; '.join(step.at_least)}"
     if step.error < -_TOO_LOW and not step.at_least:
-        raise Unwell(f"{text}. A plan needs a larger MEMFIT.PLAN.MARGIN")
+        raise Unwell(f"{text}. Plan for a budget that is smaller by the difference")
     return text
 
 

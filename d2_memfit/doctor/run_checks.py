@@ -32,7 +32,7 @@ from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.defaults import MemfitMixin
 from ..errors import ConfigError, MemfitError
 from ..job import Job
-from ..planner.dry_run import one_line_errors
+from ..planner.errors import one_line_errors
 from ..planner.stand_ins import cuda_as_cpu
 from .patient import Untested, Unwell, smaller
 

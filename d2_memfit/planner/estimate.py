@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Optional, Union
 
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..common.units import GB, MB
+from ..common.units import GB
 from ..job import (
     EXTREME_SIZES,
     TYPICAL_SIZE,
@@ -29,22 +29,19 @@ from ..job import (
 from ..memory import segments_expand
 from ..techniques import loader_bytes
 from .device import DeviceModel, DeviceUse
-from .dry_run import Allocate, Timeline, one_line_errors
+from .errors import one_line_errors
 from .from_run import as_in_run
 from .probe import check_probe, measured_uses
 from .steps import Session
+from .timeline import Allocate, Timeline
+from .worst_outputs import parts_with_roi_heads
 
-__all__ = ["DryJob", "Margin", "MemoryEstimate", "dry_job_of", "estimate_memory", "margin_of"]
+__all__ = ["DryJob", "MemoryEstimate", "dry_job_of", "estimate_memory"]
 
 
 _FEW = 3  # images: above, memory is on lines through the runs of 2 and of 3
 _CLOSE = 1.03  # times the budget: expected memory between blocks is not exact
-SHARE_OF_SOFTWARE = 0.06  # of the tensors, that other software may need more or less
-_SAME_SOFTWARE = 0.02  # on the CPU, and if a run of the same model was measured
 _FEW_PROPOSALS = 0.6  # of the heads of masks and keypoints, which run on proposals on objects
-# What a context and loaded kernels take at most, and what a process on a CPU takes beside its
-# tensors, in MB (docs/HOW_ACCURATE.md).
-_CONTEXT_MB, _OF_A_CPU_MB = 426 + 380, 360
 # The most objects in an image that are told apart, and bytes of one that do not count.
 MOST_OBJECTS, _LITTLE_BYTES = 1000, 1024
 _UNKNOWN_CARD = 0.5  # of the tensors, upwards: cuDNN may choose any algorithm
@@ -122,46 +119,6 @@ class MemoryEstimate:
     objects_that_fit: Optional[int] = None
 
 
-@dataclass(frozen=True)
-class Margin:
-    """The headroom of a budget, which is ``factor`` x the job's limit + ``more_bytes``."""
-
-    factor: float
-    more_bytes: float = 0.0
-
-    def limit_bytes(self, budget_bytes: float) -> int:
-        """The most that a job may need within a budget."""
-        return int((budget_bytes - self.more_bytes) / self.factor)
-
-    def budget_bytes(self, limit_bytes: float) -> float:
-        """The smallest budget for a job that needs this many bytes."""
-        return self.factor * limit_bytes + self.more_bytes
-
-
-def margin_of(job: Job, device: DeviceModel) -> Margin:
-    """The headroom of MEMFIT.PLAN.MARGIN, or what other software and another context may add."""
-    share: Optional[float] = job.cfg.MEMFIT.PLAN.MARGIN
-    if share is not None:
-        return Margin(1 / (1 - share))
-    of_tensors = _software_share(device)
-    outside = sum(device.outside_bytes(job.ranks).values())
-    return Margin(1 + of_tensors, _more_context_bytes(device) - of_tensors * outside)
-
-
-def _software_share(device: DeviceModel) -> float:
-    is_the_same = device.tensors_are_measured or not device.is_gpu
-    return _SAME_SOFTWARE if is_the_same else SHARE_OF_SOFTWARE
-
-
-def _more_context_bytes(device: DeviceModel) -> float:
-    """Bytes that a context may take in addition, or a process on a CPU beside its tensors."""
-    if device.is_gpu:
-        known = device.context_is_measured
-        return 0 if known else max(_CONTEXT_MB - device.context_mb - device.kernels_mb, 0) * MB
-    known = device.tensors_are_measured
-    return 0 if known else max(_OF_A_CPU_MB - device.other_tensors_mb, 0) * MB
-
-
 class DryJob:
     """A job on a device, and its dry runs, each of which is made when it is needed.
 
@@ -173,7 +130,6 @@ class DryJob:
 
     Attributes:
         session: makes the dry runs.
-        margin: headroom of a budget.
         expandable_segments: whether the allocator of a GPU grows its segments, as under a budget.
     """
 
@@ -188,8 +144,7 @@ class DryJob:
         self.evaluates = evaluates and job.evaluates
         self._progress = progress
         self._runs: dict[tuple[int, bool], Timeline] = {}  # by images, and whether it accumulates
-        self._uses: dict[int, DeviceUse] = {}  # by a timeline's identity
-        self.margin = margin_of(job, device)
+        self._known: dict[Any, Any] = {}  # what is computed from them
         self.expandable_segments = segments_expand(under_budget=job.budget_gb is not None)
         self.measured: list[DeviceUse] = []  # by a probe: training, and evaluation
         self.notes: tuple[str, ...] = ()
@@ -269,11 +224,13 @@ class DryJob:
         return self._use(self.whole(n)) if n <= _FEW or was_run else self.expected_use(n)
 
     def _use(self, timeline: Timeline) -> DeviceUse:
-        known = self._uses.get(id(timeline))
-        if known is None:
-            known = self.device.use(timeline, None, self.expandable_segments, self.job.ranks)
-            self._uses[id(timeline)] = known
-        return known
+        use = partial(self.device.use, timeline, self.expandable_segments, self.job.ranks)
+        return self._once(("use", id(timeline)), use)
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     @cached_property
     def _is_regular(self) -> bool:
@@ -291,11 +248,14 @@ class DryJob:
         """
         if not self._is_regular:
             return self._use(self.whole(num_images))
+        return self._once(("line", num_images), lambda: self._on_lines(num_images))
+
+    def _on_lines(self, num_images: int) -> DeviceUse:
         of_three = self._use(self.run(_FEW))
         at_peak = max(self._places_of(num_images).values(), key=_sum)
         # The allocator rounds sizes up, and keeps memory between blocks.
         rounding = of_three.allocated_bytes - max(
-            map(_sum, _places_in(self.device, self.run(_FEW)).values())
+            map(_sum, self._places_in(self.run(_FEW)).values())
         )
         at_peak["rounding"] = max(rounding, 0)
         allocated = _sum(at_peak)
@@ -307,7 +267,7 @@ class DryJob:
 
     def _places_of(self, num_images: int) -> _Places:
         """The peaks of :func:`_places_in` for more images, on lines."""
-        two, three = (_places_in(self.device, self.run(n)) for n in (2, _FEW))
+        two, three = (self._places_in(self.run(n)) for n in (2, _FEW))
         places = {}
         for at, last in three.items():
             before, more = two.get(at, last), num_images - _FEW
@@ -316,8 +276,11 @@ class DryJob:
                 places[at]["gradients"] = self.session.gradient_bytes
         return places
 
+    def _places_in(self, timeline: Timeline) -> _Places:
+        return self._once(("places", id(timeline)), lambda: _places_in(self.device, timeline))
+
     def _peak(self, timeline: Timeline) -> int:
-        return self.device.use(timeline, None, self.expandable_segments).allocated_bytes
+        return self.device.use(timeline, self.expandable_segments).allocated_bytes
 
     def uses(self, num_images: Optional[int] = None) -> Iterator[DeviceUse]:
         """Device memory of training, and of evaluation if there is one."""
@@ -337,13 +300,27 @@ class DryJob:
 
         It would do so in each iteration, and recovery would then halve the micro-batches.
         """
-        between = use.reserved_bytes - use.allocated_bytes
-        return max(self.margin.budget_bytes(use.total_bytes - between), use.total_bytes)
+        outside, headroom = use.total_bytes - use.reserved_bytes, self.headroom_bytes(use)
+        return max(use.allocated_bytes + headroom, use.reserved_bytes) + outside
+
+    def headroom_bytes(self, use: DeviceUse) -> float:
+        """What other software and another context may take in addition."""
+        of_tensors, of_context = self.device.margin
+        return of_tensors * use.allocated_bytes + of_context
+
+    @property
+    def least_bytes(self) -> float:
+        """A bound of the smallest budget, from what exists in each optimizer step. No dry run."""
+        outside = sum(self.device.outside_bytes(self.job.ranks).values())
+        of_tensors, of_context = self.device.margin
+        return self.session.fixed_bytes * (1 + of_tensors) + of_context + outside
 
     def fits(self, budget_gb: float, num_images: Optional[int] = None) -> bool:
         """Whether a micro-batch fits a budget, and evaluation does, by dry runs."""
         n = self.num_images if num_images is None else num_images
         budget = budget_gb * GB
+        if self.least_bytes > budget:
+            return False
         are_few = n <= _FEW and not {(2, False), (_FEW, False)} <= self._runs.keys()
         if not are_few and n > 1 and self.budget_bytes(self.expected_use(n)) > _CLOSE * budget:
             return False
@@ -360,8 +337,7 @@ class DryJob:
         """Floating-point operations of an image in a forward and a backward."""
         self.use()
         (num_images, _), timeline = next(iter(self._runs.items()))
-        counts = (timeline.work[phase].all_operators for phase in ("forward", "backward"))
-        return sum(op.flops * num for count in counts for op, num in count.items()) / num_images
+        return (timeline.flops["forward"] + timeline.flops["backward"]) / num_images
 
     @property
     def offloaded_bytes(self) -> int:
@@ -371,8 +347,7 @@ class DryJob:
         """
         self.use()
         (num_images, _), timeline = max(self._runs.items(), key=lambda run: run[0])
-        copies = timeline.work["forward"].copies
-        num_bytes = sum(1 << (copy.num_bytes - 1).bit_length() for copy in copies)
+        num_bytes = sum(1 << (copied - 1).bit_length() for copied in timeline.offloaded)
         return num_bytes * -(-self.num_images // num_images)
 
     @property
@@ -413,19 +388,18 @@ class DryJob:
             return None
         own, n = max(numbers), self.num_images
         twice, four_times = (
-            _places_in(
-                self.device,
-                self._step(1, n < self.job.geometry.window, with_objects(batch, k * own)),
+            self._places_in(
+                self._step(1, n < self.job.geometry.window, with_objects(batch, k * own))
             )
             for k in (2, 4)
         )
         run = self._runs.get((n, n < self.job.geometry.window))
-        places = _places_in(self.device, run) if run else self._places_of(n)
-        use = self.use()
-        outside = use.total_bytes - use.reserved_bytes
+        places = self._places_in(run) if run else self._places_of(n)
+        use, (of_tensors, of_context) = self.use(), self.device.margin
+        room = budget_gb * GB - use.total_bytes + use.reserved_bytes
         room = min(
-            self.margin.limit_bytes(budget_gb * GB) - outside,
-            (budget_gb * GB - outside) * use.allocated_bytes / use.reserved_bytes,
+            (room - of_context) / (1 + of_tensors),
+            room * use.allocated_bytes / use.reserved_bytes,
         )
         most = float(MOST_OBJECTS)
         for at in places.keys() & twice.keys() & four_times.keys():
@@ -443,9 +417,8 @@ class DryJob:
         use, *of_evaluation = [*self.uses()]
         total = self.total_bytes()
         geometry = self.job.geometry
-        low, high, typical, wider = self._range(use, with_range)
-        outside = total - use.allocated_bytes
-        more_context = _more_context_bytes(self.device)
+        (low, high), typical, wider = self._range(use, with_range)
+        outside, (_, of_context) = total - use.allocated_bytes, self.device.margin
         return MemoryEstimate(
             device=self.device.description,
             from_run=self.device.from_run,
@@ -464,7 +437,7 @@ class DryJob:
             evaluation_host_gb=self.evaluation_host_bytes / GB,
             typical_gb=None if typical is None else typical / GB,
             range_gb=(low / GB, high / GB),
-            device_range_gb=((low + outside) / GB, (high + outside + more_context) / GB),
+            device_range_gb=((low + outside) / GB, (high + outside + of_context) / GB),
             wider=tuple(wider),
             breakdown={owner: n / GB for owner, n in use.breakdown.most_common()},
             outside={owner: n / GB for owner, n in use.outside.most_common()},
@@ -476,14 +449,13 @@ class DryJob:
 
     def _range(
         self, use: DeviceUse, with_typical: bool
-    ) -> tuple[float, float, Optional[float], list[str]]:
-        """Least, most and typical bytes of the tensors, and what makes the range wider."""
+    ) -> tuple[tuple[float, float], Optional[float], list[str]]:
+        """Range and typical bytes of the tensors, and what makes the range wider."""
         batches: Any = self.job.batches
         worst, device = use.allocated_bytes, self.device
         wider: list[str] = []
         typical: Optional[float] = None
         timeline = self._runs[max(self._runs)]
-        of_run = self._use(timeline)
         fixed = sum(use.breakdown[owner] for owner in _FIXED)
         least = (worst - fixed) * 1.0
         if batches.has_any_shape:
@@ -493,12 +465,14 @@ class DryJob:
                 wider.append("the shape of the images is not known (--coco, or --image-size)")
                 typical = fixed + least * min(areas[-1] / pixels, 1)
                 least *= min(areas) / pixels
-        of_heads = _bytes_of_heads(timeline) / of_run.allocated_bytes
+        of_heads = _bytes_of_heads(timeline) / self._use(timeline).allocated_bytes
         if of_heads:
             wider.append("few proposals may be on objects")
             least *= 1 - _FEW_PROPOSALS * of_heads
-        most = [_software_share(device) * worst]
-        if with_typical and batches.typical is not None and not self.session.has_roi_heads:
+        of_software = device.margin[0] * worst
+        most = [of_software]
+        has_roi_heads = bool(parts_with_roi_heads(self.session.model))
+        if with_typical and batches.typical is not None and not has_roi_heads:
             few, accumulates = max(run for run in self._runs if run[0] <= _FEW)
             images = self.job.training_batch(few, batches.typical)
             of_mean = self._peak(self._step(few, accumulates, images))
@@ -517,8 +491,7 @@ class DryJob:
         if not device.release_is_known:
             wider.append("PyTorch's release is not known")
             most.append(self.session.gradient_bytes)
-        low = fixed + least
-        return low - _software_share(device) * worst, worst + math.hypot(*most), typical, wider
+        return (fixed + least - of_software, worst + math.hypot(*most)), typical, wider
 
     def _padded_area(self, size: Size) -> int:
         """Pixels of the largest micro-batch if images have another shape."""
@@ -562,41 +535,33 @@ def estimate_memory(
     device: Optional[Union[str, Path]] = None,
     probe: bool = False,
     *,
-    trainer: Any = None,
-    batch: Any = None,
-    image_size: Optional[Size] = None,
-    num_instances: Optional[int] = None,
     evaluates: bool = True,
     run: Optional[Union[str, Path]] = None,
+    **given: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of a job without a GPU, by a dry run of its largest iteration.
 
     Args:
-        cfg: a config of yacs, a LazyConfig, or a :class:`~d2_memfit.Job`, which has the arguments
-            from ``trainer`` to ``num_instances``, and ``num_gpus``, already.
+        cfg: a config of yacs, a LazyConfig, or a :class:`~d2_memfit.Job`, which has ``num_gpus``
+            and what is ``given`` already.
         num_gpus: ranks that train together; SOLVER.IMS_PER_BATCH is for all of them. None is the
             world size of this process.
-        device: the name of a file in ``d2_memfit/planner/device/devices`` or of a card, or the path
-            of a device file. None is the CPU with MODEL.DEVICE cpu, else this machine's GPU, else a
-            current CUDA card.
+        device: as for :meth:`DeviceModel.choose`. None is the CPU with MODEL.DEVICE cpu, else this
+            machine's GPU, else a current CUDA card.
         probe: run the iteration on this machine's GPU, and measure it.
-        trainer: the class that trains, with the ``build_*`` methods of ``DefaultTrainer``.
-        batch: images of the largest batch, see :class:`~d2_memfit.job.batches.GivenBatches`; or the
-            sizes that the model gets, as a :class:`WorstCase`. With None, the job's own mapper
-            makes it from the largest images of its datasets.
-        image_size: height and width in pixels of the largest image file.
-        num_instances: annotated objects of the most crowded image.
         evaluates: whether to include evaluation, or training alone.
         run: OUTPUT_DIR of an earlier run of this model on this machine. Its peaks correct the
             estimate.
+        given: ``trainer=`` the class that trains, with the ``build_*`` methods of
+            ``DefaultTrainer``; and, in place of what the job's own mapper makes from the largest
+            images of its datasets, ``batch=``, ``image_size=`` or ``num_instances=``, as for
+            :meth:`Job.from_cfg`.
 
     Raises:
         ConfigError: a value in the config cannot work, its model cannot be built, there is no GPU
             to probe, or ``run`` says nothing about the job.
     """
-    job = Job.from_any(
-        cfg, trainer, num_gpus, batch=batch, image_size=image_size, num_instances=num_instances
-    )
+    job = Job.from_any(cfg, ranks=num_gpus, **given)
     return dry_job_of(job, device, evaluates, probe, run).estimate()
 
 

@@ -26,7 +26,7 @@ from ..memory import (
     use_expandable_segments,
 )
 from .device import DeviceModel
-from .dry_run import one_line_errors
+from .errors import one_line_errors
 from .plan import plan_memory
 from .plan_file import budget_in, planned, planned_yaml
 from .text import describe_plan, why_it_does_not_fit

@@ -45,15 +45,13 @@ def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
             other_tensors_mb=max(device.other_tensors_mb + more_mb, 0.0),
             tensors_are_measured=True,
         )
-    # One of several ranks has more than this process: the threads and buffers of gloo.
-    if record.ranks > 1 or not device.is_this_process:
-        device = replace(
-            device,
-            context_mb=record.outside_bytes / MB,
-            context_is_measured=True,
-            kernels_mb=0.0,
-            nccl_mb=(0.0, 0.0),
-        )
+    device = replace(
+        device,
+        context_mb=record.outside_bytes / MB,
+        context_is_measured=True,
+        kernels_mb=0.0,
+        nccl_mb=(0.0, 0.0),
+    )
     line = (
         f"Starts from a run here on {record.date[:16]} UTC, {record.iterations} iterations: "
         f"{record.allocated_bytes / GB:.2f} GB allocated where {allocated_gb:.2f} GB were "

@@ -5,6 +5,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,13 +22,14 @@ from ..common.units import GB
 from ..compat.pytorch import BatchNorm, has_kernels_for_bfloat16
 from ..config.cards import why_no_card_has
 from ..errors import ConfigError, MemfitError
-from ..job import Job, Size
+from ..job import Job
 from ..memory import available_host_bytes, check_budget
 from ..techniques import TIERS, blocks_of, get_technique, techniques_in_plans
 from .device import DeviceModel
-from .dry_run import Allocate, Timeline, one_line_errors
+from .errors import one_line_errors
 from .estimate import DryJob, MemoryEstimate, dry_job_of
 from .steps import that_work
+from .timeline import Allocate, Timeline
 
 __all__ = ["Plan", "PlanStep", "plan_memory"]
 
@@ -116,14 +118,11 @@ def plan_memory(
     progress: Callable[[str], None] = lambda line: None,
     probe: bool = False,
     *,
-    trainer: Any = None,
-    batch: Any = None,
-    image_size: Optional[Size] = None,
-    num_instances: Optional[int] = None,
     evaluates: bool = True,
     prefer: str = "exact",
     counts_objects: bool = False,
     run: Optional[Union[str, Path]] = None,
+    **given: Any,
 ) -> Plan:
     """Find the least harmful changes with which a job fits a budget.
 
@@ -134,8 +133,7 @@ def plan_memory(
         allow: tiers that may be used, of "exact", "precision" and "recipe".
         progress: called with a line before each dry run.
         probe: whether to measure the final plan on this machine's GPU.
-        cfg, num_gpus, device, trainer, batch, image_size, num_instances, evaluates, run: as for
-            :func:`~d2_memfit.estimate_memory`.
+        cfg, num_gpus, device, evaluates, run, given: as for :func:`~d2_memfit.estimate_memory`.
         prefer: "exact", or "speed" for mixed precision first, where the card is faster with it.
         counts_objects: whether to tell how many objects fit.
 
@@ -148,23 +146,14 @@ def plan_memory(
     unknown = set(allow) - set(TIERS)
     if unknown or isinstance(allow, str):
         raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
-    job = Job.from_any(
-        cfg, trainer, num_gpus, batch=batch, image_size=image_size, num_instances=num_instances
-    )
+    job = Job.from_any(cfg, ranks=num_gpus, **given)
     job = job.with_settings({"MEMFIT.BUDGET_GB": budget_gb})
     start = dry_job_of(job, device, evaluates, run=run, progress=progress)
-    warning = why_no_card_has(budget_gb) if start.device.is_gpu else None
-    if warning and not (budget_gb <= start.device.usable_gb or _has_card_of(budget_gb)):
+    is_more = start.device.is_gpu and budget_gb > start.device.usable_gb
+    if is_more and (warning := why_no_card_has(budget_gb)):
         logger.warning(warning)
     ladder = Ladder(start, budget_gb, [tier for tier in TIERS if tier in allow], prefer, progress)
     return ladder.plan(probe, counts_objects and not probe)
-
-
-def _has_card_of(budget_gb: float) -> bool:
-    """Whether this machine has a GPU with this much memory."""
-    if not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_properties(0).total_memory >= budget_gb * GB
 
 
 class Ladder:
@@ -196,6 +185,8 @@ class Ladder:
         self.left_out: list[str] = []
         self._start, self._budget_gb, self._tiers = start, budget_gb, tiers
         self._progress = progress
+        self._made: dict[Rung, tuple[dict[str, Any], Job]] = {Rung(): ({}, start.job)}
+        self._jobs = {Rung(): start}
         self._known = {Rung(): (Rung(), start)}
         self._evaluations: dict[tuple[str, ...], Optional[Timeline]] = {}
         self._works: dict[str, list[str]] = {}
@@ -287,6 +278,9 @@ class Ladder:
 
     def _fits(self, rung: Rung, num_images: int) -> bool:
         """Whether the job fits on a rung, by dry runs; evaluation is run once for all alike."""
+        with suppress(MemfitError):  # if it cannot be built, what goes is found below
+            if self._job_on(rung).least_bytes > self._budget_gb * GB:
+                return False
         rung, dry_job = self._dry_job(rung)
         key = tuple(filter(_matters_in_evaluation, rung.names))
         if key in self._evaluations:
@@ -312,9 +306,7 @@ class Ladder:
     def _dry_job(self, rung: Rung) -> tuple[Rung, DryJob]:
         """The job on a rung, without its last techniques if it does not run with them."""
         if rung not in self._known:
-            start = self._start
-            job = start.job.with_settings(self._settings(rung))
-            dry_job = DryJob(job, start.device, start.evaluates, partial(self._say, rung))
+            dry_job = self._job_on(rung)
             try:
                 dry_job.whole(1) if self._least_images(rung.names) == 1 else dry_job.run(2)
                 self._known[rung] = rung, dry_job
@@ -322,6 +314,12 @@ class Ladder:
                 self._leave_out(f"{', '.join(rung.names)}: left out, {e}")
                 self._known[rung] = self._dry_job(_named(rung.names[:-1], rung.blocks))
         return self._known[rung]
+
+    def _job_on(self, rung: Rung) -> DryJob:
+        if rung not in self._jobs:
+            start, (_, job) = self._start, self._with(rung)
+            self._jobs[rung] = DryJob(job, start.device, start.evaluates, partial(self._say, rung))
+        return self._jobs[rung]
 
     def _say(self, rung: Rung, line: str) -> None:
         self._progress(", ".join([line, *rung.names]))
@@ -388,18 +386,17 @@ class Ladder:
                     return chosen
         return rung
 
-    def _settings(self, rung: Rung) -> dict[str, Any]:
-        """The config keys of a rung and their values."""
-        settings: dict[str, Any] = {}
-        job = self._start.job
-        for name in rung.names:
-            if name != _MICRO_BATCH:
-                of_technique = get_technique(name).enabling_settings(job.cfg)
-                if name == _CHECKPOINT and rung.blocks:
-                    of_technique = {_BLOCKS: [*rung.blocks]}
-                settings.update(of_technique)
-                job = job.with_settings(of_technique)
-        return settings
+    def _with(self, rung: Rung) -> tuple[dict[str, Any], Job]:
+        """The config keys of a rung and their values, and the job with them."""
+        if rung not in self._made:
+            settings, job = self._with(_named(rung.names[:-1], rung.blocks))
+            new: dict[str, Any] = {}
+            if rung.names[-1] == _CHECKPOINT and rung.blocks:
+                new = {_BLOCKS: [*rung.blocks]}
+            elif rung.names[-1] != _MICRO_BATCH:
+                new = get_technique(rung.names[-1]).enabling_settings(job.cfg)
+            self._made[rung] = {**settings, **new}, job.with_settings(new)
+        return self._made[rung]
 
     def _is_usable(self, name: str) -> bool:
         """Whether a technique can be turned on here, according to its settings."""
@@ -449,7 +446,7 @@ class Ladder:
         is_of_work = not {_OFFLOAD} & {*rung.names} and all(s.tier != "precision" for s in steps)
         return Plan(
             budget_gb=self._budget_gb,
-            margin=1 - dry_job.margin.limit_bytes(budget) / budget,
+            margin=dry_job.headroom_bytes(dry_job.use()) / budget,
             fits=fits,
             steps=steps,
             settings=settings,
@@ -484,14 +481,14 @@ class Ladder:
             if self._trains_batch_norm:
                 tier, what = "recipe", "the images in BatchNorm's statistics"
             steps.append(PlanStep(_MICRO_BATCH, tier, {"MEMFIT.MICRO_BATCH": num_images}, what))
-        known: dict[str, Any] = {}
-        names = [name for name in rung.names if name != _MICRO_BATCH]
-        for i, name in enumerate(names):
-            now = self._settings(rung._replace(names=tuple(names[: i + 1])))
-            new = {k: v for k, v in now.items() if k not in known or known[k] != v}
-            technique = get_technique(name)
-            steps.append(PlanStep(name, technique.tier, new, technique.changes))
-            known = now
+        for i, name in enumerate(rung.names):
+            if name != _MICRO_BATCH:
+                before, now = (
+                    self._with(_named(rung.names[:n], rung.blocks))[0] for n in (i, i + 1)
+                )
+                new = {k: v for k, v in now.items() if k not in before or before[k] != v}
+                technique = get_technique(name)
+                steps.append(PlanStep(name, technique.tier, new, technique.changes))
         return tuple(steps)
 
     def _obstacle(self, dry_job: DryJob, num_images: int) -> str:
@@ -543,5 +540,5 @@ def _saved_by_blocks(timeline: Timeline, factor: float) -> tuple[Counter[str], C
         made = (e.allocation for e in timeline.events[call.begin : call.end] if type(e) is Allocate)
         kept = (a for a in made if a in at_peak and a not in call.outputs)
         saved[call.name] += round(factor * sum(a.num_bytes for a in kept))
-        work[call.name] += sum(op.flops * n for op, n in call.work.all_operators.items())
+        work[call.name] += call.flops
     return +saved, work

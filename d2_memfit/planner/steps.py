@@ -20,18 +20,13 @@ from ..errors import MemfitError
 from ..job import Job, LossFn, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
 from ..techniques import get_technique, ready_to_evaluate
-from .dry_run import (
-    Allocate,
-    DryRun,
-    Timeline,
-    WithoutValues,
-    detect_most,
-    make_fake,
-    noted_calls,
-    parts_with_roi_heads,
-    worst_case,
-)
-from .stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu, fast_matching
+from .compiled_operators import compiled_operators
+from .dry_run import DryRun, WithoutValues, noted_calls
+from .matching import fast_matching
+from .meta import make_fake
+from .stand_ins import casts_of_cuda, cuda_as_cpu
+from .timeline import Allocate, Timeline
+from .worst_outputs import detect_most, worst_case
 
 __all__ = ["Session", "build", "build_with_values", "infer", "iterate", "that_work"]
 
@@ -51,7 +46,7 @@ class Session:
     Attributes:
         model: the model, with the job's techniques.
         gradient_bytes: bytes of all gradients.
-        has_roi_heads: whether the model samples proposals.
+        fixed_bytes: the same with parameters, buffers, optimizer states and DDP's buckets.
         images: number of images in each dry run of a training step.
     """
 
@@ -65,7 +60,6 @@ class Session:
                 _use_foreach(self._optimizer)
             with ready_to_evaluate(self.model, job.cfg, announce=False):
                 pass  # raises if a technique does not work with the model
-            self.has_roi_heads = bool(parts_with_roi_heads(self.model))
             self._run = DryRun(self.model, self._optimizer)
             self._trained = [p for p in self.model.parameters() if p.requires_grad]
             self.gradient_bytes = sum(p.nbytes for p in self._trained)
@@ -77,6 +71,7 @@ class Session:
                 self._make_gradients()
                 self._optimizer.step()
         self._forget_what_is_gone()
+        self.fixed_bytes = sum(self._run.timeline.changes_bytes())
 
     def train(self, *micro_batches: Any, accumulates: bool = False) -> Timeline:
         """Make a dry run of an iteration in which optimizer states and DDP's buckets exist.

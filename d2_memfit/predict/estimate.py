@@ -8,8 +8,9 @@ from ..common.units import GB
 from ..job import Job, size_of
 from ..memory import segments_expand
 from ..planner.device import DeviceModel
-from ..planner.dry_run import Workspace, one_line_errors
+from ..planner.errors import one_line_errors
 from ..planner.steps import Session
+from ..planner.timeline import Workspace
 
 __all__ = ["InferenceEstimate", "estimate_inference"]
 
@@ -60,9 +61,7 @@ def estimate_inference(job: Job, device_name: Optional[str] = None) -> Inference
         for event in timeline.events
         if isinstance(event, Workspace) or event.allocation.owner not in _OF_TRAINING
     ]
-    use = device.use(
-        replace(timeline, events=kept), None, segments_expand(job.budget_gb is not None)
-    )
+    use = device.use(replace(timeline, events=kept), segments_expand(job.budget_gb is not None))
     return InferenceEstimate(
         device=device.description,
         image_size=size_of(batch),

@@ -18,5 +18,5 @@ def test_an_estimate_of_smaller_images_than_there_are_is_told_to_be_too_low(coin
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ()
     cfg.SOLVER.IMS_PER_BATCH = 2
     assert re.search(r"\((.[\d.]+)%\)$", is_estimated(Job.from_cfg(cfg, 1)))
-    with pytest.raises(Unwell, match=r"\(-[2-9]\d.*A plan needs a larger MEMFIT\.PLAN\.MARGIN"):
+    with pytest.raises(Unwell, match=r"\(-[2-9]\d.*Plan for a budget that is smaller"):
         is_estimated(Job.from_cfg(cfg, 1, image_size=(80, 80)))

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from d2_memfit.planner.device import CachingAllocator, PageAllocator
+from d2_memfit.planner.allocators import CachingAllocator, PageAllocator
 
 MB = 2**20
 

@@ -11,8 +11,8 @@ from scipy.stats import spearmanr
 
 from d2_memfit.config.cards import find_card
 from d2_memfit.errors import DataError
-from d2_memfit.planner.device import DeviceModel, DoesNotFit
-from d2_memfit.planner.dry_run import Allocate, Allocation, Free, Timeline, Workspace
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.timeline import Allocate, Allocation, Free, Timeline, Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +46,6 @@ def test_the_breakdown_adds_up_and_workspaces_count_while_they_are_needed():
     assert sum(use.breakdown.values()) == use.allocated_bytes
     assert use.breakdown["activations: backbone"] == 100 * MB
     assert use.breakdown["workspace"] == 30 * MB
-    without = replace(DeviceModel.load("cuda"), convolution_workspace="none").use(run)
-    assert without.allocated_bytes == use.allocated_bytes - 30 * MB
     assert use.total_bytes == use.reserved_bytes + 600 * MB
 
 
@@ -120,8 +118,6 @@ def test_what_is_outside_the_allocator_has_names():
     assert (two.outside["NCCL"], eight.outside["NCCL"]) == (544 * MB, 688 * MB)
     for use in (one, two, eight):
         assert use.total_bytes == sum(use.breakdown.values()) + sum(use.outside.values())
-    with pytest.raises(DoesNotFit):
-        device.use(events, limit_bytes=one.total_bytes + 100 * MB, ranks=2)
 
 
 def test_a_file_of_ones_own(tmp_path):

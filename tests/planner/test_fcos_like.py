@@ -12,8 +12,9 @@ from torch import nn
 
 from d2_memfit import Job, estimate_memory, plan_memory
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun, WithoutValues, detect_most
+from d2_memfit.planner.dry_run import DryRun, WithoutValues
 from d2_memfit.planner.text import describe_estimate, describe_plan
+from d2_memfit.planner.worst_outputs import detect_most
 
 pytestmark = pytest.mark.slow
 

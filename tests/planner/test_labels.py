@@ -10,7 +10,8 @@ from torch import nn
 
 from d2_memfit.job.given import copy_of
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun, WithoutValues, is_fake, make_fake
+from d2_memfit.planner.dry_run import DryRun, WithoutValues
+from d2_memfit.planner.meta import is_fake, make_fake
 
 SIZE = (640, 800)
 

@@ -31,7 +31,7 @@ class Invented:
     """A job with invented needs, which are above those of no other rung."""
 
     seed = 0
-    evaluates = evaluation_host_bytes = offloaded_bytes = 0
+    evaluates = evaluation_host_bytes = offloaded_bytes = least_bytes = 0
     evaluation = None
     session = Session()
 

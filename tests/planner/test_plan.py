@@ -11,7 +11,7 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner import plan as plan_module
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.estimate import DryJob, dry_job_of
 from d2_memfit.planner.plan import Ladder
 from d2_memfit.planner.plan_file import planned_config
 from d2_memfit.planner.steps import Session
@@ -163,10 +163,15 @@ def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
     assert p.must_allow[:2] == ("exact", "precision")
 
 
+def needed_gb(cfg):
+    """The smallest budget of a job as it is."""
+    job = dry_job_of(Job.from_any(cfg, batch=SMALL), "cuda", evaluates=False)
+    return job.budget_bytes(job.use()) / 2**30
+
+
 def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay():
     cfg = small_job(3)
-    needed_gb = estimate_memory(cfg, device="cuda", batch=SMALL, evaluates=False).device_total_gb
-    p = plan(cfg, needed_gb - 0.01, batch=SMALL, allow=["recipe"])
+    p = plan(cfg, needed_gb(cfg) - 0.01, batch=SMALL, allow=["recipe"])
     assert p.fits
     (step,) = p.steps
     assert (step.name, step.tier) == ("SmallerRoiBatch", "recipe")
@@ -177,13 +182,12 @@ def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay():
 def test_with_batch_norm_smaller_micro_batches_are_another_recipe():
     cfg = small_job(4)
     cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.RESNETS.NORM = 8, "BN"
-    needed_gb = estimate_memory(cfg, device="cuda", batch=SMALL, evaluates=False).device_total_gb
-    p = plan(cfg, needed_gb - 0.01, batch=SMALL, allow=["exact"])
+    p = plan(cfg, needed_gb(cfg) - 0.01, batch=SMALL, allow=["exact"])
     assert "smaller micro-batches" not in [s.name for s in p.steps]
     p = plan(cfg, 0.6, batch=SMALL, allow=["exact"])
     assert p.obstacle.startswith("BatchNorm is trained: the 8 images of one GPU cannot be split")
     assert "One image on each of 8 GPUs needs" in p.obstacle
-    p = plan(cfg, needed_gb - 0.05, batch=SMALL, allow=["recipe"])
+    p = plan(cfg, needed_gb(cfg) - 0.05, batch=SMALL, allow=["recipe"])
     assert (p.steps[0].name, p.steps[0].tier) == ("smaller micro-batches", "recipe")
     assert p.steps[0].what == "the images in BatchNorm's statistics"
 
@@ -239,7 +243,6 @@ def small_job(seed):
     cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN, cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 2000, 512
     cfg.SOLVER.IMS_PER_BATCH, cfg.SEED = 1, seed
-    cfg.MEMFIT.PLAN.MARGIN = 0.01
     return cfg
 
 
@@ -304,14 +307,14 @@ def images_of_runs(monkeypatch):
         (24, 3, 13),  # 3, 2, and 8 to verify
         (3.5, 4, 12),  # 3, 2, and 4 and 3 to verify
         (1.6, 15, 28),  # of 1, but the lines of four rungs
-        (0.9, 6, 9),  # of 1: as it is, the last rung, and that of each tier that is not allowed
+        (0.9, 5, 8),  # of 1: the last rung, and that of each tier that is not allowed
     ],
 )
 def test_dry_runs_have_at_most_3_images_but_those_that_verify(
     mask, images_of_runs, budget_gb, most_runs, most_images
 ):
     plan(mask, budget_gb, allow=["exact"])
-    assert images_of_runs[:2] == [3, 2]
+    assert {3, 2} < {*images_of_runs}
     assert len(images_of_runs) <= most_runs
     assert sum(images_of_runs) <= most_images
 

@@ -17,9 +17,9 @@ from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.dry_run import worst_case
 from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.probe import run_for_real
+from d2_memfit.planner.worst_outputs import worst_case
 
 pytestmark = pytest.mark.slow
 

@@ -126,7 +126,7 @@ def test_the_skeleton_of_the_docs_works_and_is_planned(skeleton, monkeypatch, lo
     monkeypatch.setattr(skeleton, "apply", lambda model, cfg: applied.append(cfg) or model)
     cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.DATASETS.TEST, cfg.SOLVER.IMS_PER_BATCH = (), 1
-    cfg.MEMFIT.MINE, cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.MARGIN = True, 10, 0.1
+    cfg.MEMFIT.MINE, cfg.MEMFIT.BUDGET_GB = True, 10
     check_settings(cfg)
     estimate_memory(cfg, device="cuda")
     assert applied

@@ -7,8 +7,9 @@ from benchmarks.old_software import OldDevice, as_in_cudnn_7, as_in_pytorch
 from torch import nn
 from torch.nn import functional
 
+from d2_memfit.planner import dry_run
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.dry_run import Allocate, Allocation, Free, Timeline, dry_run
+from d2_memfit.planner.timeline import Allocate, Allocation, Free, Timeline
 
 MB = 2**20
 CUDA = DeviceModel.load("cuda")

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import zoo
 from tiny import ROOT
 
-from d2_memfit.planner.estimate import SHARE_OF_SOFTWARE
+from d2_memfit.planner.device import SHARE_OF_SOFTWARE
 
 PAGE = ROOT / "docs" / "HOW_ACCURATE.md"
 

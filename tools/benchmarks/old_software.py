@@ -16,8 +16,9 @@ from torch.autograd import Function
 from torch.nn import functional
 
 from d2_memfit.common.patching import replaced_functions
+from d2_memfit.planner import dry_run
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.dry_run import Allocate, Change, Free, Timeline, dry_run
+from d2_memfit.planner.timeline import Allocate, Change, Free, Timeline
 
 __all__ = ["OldDevice", "as_in_cudnn_7", "as_in_pytorch"]
 

@@ -107,7 +107,7 @@ class FailingTrainer(AccumulatingTrainer):
     discarded_s = 0.0
 
     def run_step(self) -> None:
-        self.cutter.forget()
+        self.cutter.images = None
         super().run_step()
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:

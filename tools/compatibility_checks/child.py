@@ -19,7 +19,7 @@ from d2_memfit import Job
 from d2_memfit.common.units import GB
 from d2_memfit.doctor import Finding, examine, examine_runs
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimate import DryJob, margin_of
+from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.plan import plan_memory
 
 from .project import PROJECTS, made
@@ -54,8 +54,9 @@ def _plan(job: Job) -> Finding:
     try:
         job = job.with_settings({"SOLVER.IMS_PER_BATCH": 2})
         device = DeviceModel.load(_CARD)
-        needs = DryJob(job, device).total_bytes()
-        budget_gb = margin_of(job, device).budget_bytes(_OF_ALL * needs) / GB
+        dry_job = DryJob(job, device)
+        needs = dry_job.total_bytes()
+        budget_gb = _OF_ALL * max(map(dry_job.budget_bytes, dry_job.uses())) / GB
         plan = plan_memory(job, budget_gb, device=_CARD)
     except Exception as e:
         traceback.print_exc()

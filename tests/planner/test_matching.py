@@ -8,8 +8,9 @@ from detectron2.structures import Boxes, pairwise_iou
 from torch import nn
 
 from d2_memfit.job import boxes_anywhere
-from d2_memfit.planner.dry_run import DryRun, is_fake
-from d2_memfit.planner.stand_ins import fast_matching
+from d2_memfit.planner.dry_run import DryRun
+from d2_memfit.planner.matching import fast_matching
+from d2_memfit.planner.meta import is_fake
 from d2_memfit.techniques import pairwise_iou_in_chunks
 
 optimize = pytest.importorskip("scipy.optimize")

@@ -1,12 +1,17 @@
 # Copyright (c) the d2_memfit developers.
-"""A cache of the results of PyTorch's meta kernels."""
+"""Tensors without values: fake ones, and the results of PyTorch's meta kernels.
+
+Fake tensors have sizes, but their values do not matter and are not computed.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["mapped", "on_meta"]
+from ..memory import storages
+
+__all__ = ["is_fake", "make_fake", "make_real", "mapped", "on_meta"]
 
 _MOST_ANSWERS = 50_000  # some 60 MB
 
@@ -79,3 +84,20 @@ def _to_meta(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+
+
+def make_fake(tensors: Any) -> Any:
+    """Mark tensors, in any containers, as fake, and return them."""
+    for storage in storages(tensors):
+        storage.is_fake = True  # type: ignore[attr-defined] # not an attribute of PyTorch
+    return tensors
+
+
+def make_real(tensors: Any) -> None:
+    """Mark tensors as real: their values are computed."""
+    for storage in storages(tensors):
+        storage.is_fake = False  # type: ignore[attr-defined]
+
+
+def is_fake(tensors: Any) -> bool:
+    return any(getattr(storage, "is_fake", False) for storage in storages(tensors))

@@ -10,7 +10,7 @@ from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 from torch import nn
 
-from d2_memfit.planner.dry_run import detect_most, worst_case
+from d2_memfit.planner.worst_outputs import detect_most, worst_case
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

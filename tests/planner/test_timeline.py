@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Peaks of a timeline."""
 
-from d2_memfit.planner.dry_run import Allocate, Allocation, Free, Timeline
+from d2_memfit.planner.timeline import Allocate, Allocation, Free, Timeline
 
 
 def test_the_peak_has_all_that_is_alive_by_owner():

@@ -4,28 +4,27 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from mmap import mmap
 from typing import Any, Optional
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry
 
-from ...compat.pytorch import (
+from ..compat.pytorch import (
     TorchDispatchMode,
     autograd_node_number,
     next_autograd_node_number,
     schema,
     storage_id,
 )
-from ...job import is_image
-from ...memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
-from .fake import is_fake, make_fake
-from .meta_kernels import mapped, on_meta
-from .timeline import Allocate, Allocation, Free, Operator, Timeline, Workspace
+from ..job import is_image
+from ..memory import OwnerMeter, have_operators, is_on_host, storages, tensors_in
+from ..techniques.blocks import find_blocks
+from .meta import is_fake, make_fake, mapped, on_meta
+from .timeline import Allocate, Allocation, BlockCall, Free, Timeline, Workspace
 
-__all__ = ["DryRun", "WithoutValues"]
+__all__ = ["DryRun", "WithoutValues", "noted_calls"]
 
 _Args = tuple[Any, ...]  # arguments of an operator
 _Kwargs = dict[str, Any]
@@ -45,10 +44,6 @@ _FILLS = {
     *(aten.full.default, aten.full_like.default, aten.new_full.default),
     *(aten.rand.default, aten.randn.default),
 }
-_EMPTY = {
-    *(aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default),
-    *(aten.new_empty.default, aten.new_empty_strided.default),
-}
 # They make large results from small inputs, such as a keypoint's heatmap. The values do not matter.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
 # They copy the masks of objects, and nothing but a loss depends on the values.
@@ -61,6 +56,8 @@ _BIASES = {
     aten.native_group_norm.default: (2, 1),
     aten.native_layer_norm.default: (3, -1),
 }
+# Matrix products, and the position of the first factor, by whose last dimension they sum.
+_PRODUCTS = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 _TRUE_OF_ZEROS = {aten.ge.Tensor, aten.le.Tensor}
 # Views by another name, and the operator that resizes its argument.
 _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
@@ -164,19 +161,11 @@ class DryRun(OwnerMeter):
         given: _Tensors,
         made: _Tensors,
     ) -> None:
-        if _moves_nothing(func):
-            return
-        work = self.timeline.work[self.phase]
         if is_on_host():
-            work.copy_to_host(sum(t.nbytes for t in made))
+            if self.phase == "forward" and not _moves_nothing(func):
+                self.timeline.offloaded.append(sum(t.nbytes for t in made))
             return
-        tensors = given + made
-        num_bytes = (
-            0 if func in _EMPTY else sum(t.nbytes for t in {id(t): t for t in tensors}.values())
-        )
-        kind, flops = _kind_and_flops(func, args, kwargs, result)
-        number_format = str(tensors[0].dtype).replace("torch.", "") if kind else ""
-        work.operators[Operator(kind, number_format, flops, num_bytes)] += 1
+        self.timeline.flops[self.phase] += _flops(func, args, result)
         if func is aten.convolution.default:
             self._note_workspace(args[0], args[1], result, args)
         elif func is aten.convolution_backward.default:
@@ -249,6 +238,38 @@ class DryRun(OwnerMeter):
                 allocation.module, allocation.operator = module, operator
 
 
+@contextmanager
+def noted_calls(model: nn.Module, run: DryRun) -> Iterator[None]:
+    """While open, record in the timeline the calls of blocks for which autograd saves tensors.
+
+    Calls in a backward, which recompute a block, are not recorded.
+    """
+    begun: list[tuple[int, int]] = []
+
+    def begin(*_: Any) -> None:
+        begun.append((len(run.timeline.events), run.timeline.flops["forward"]))
+
+    def end(name: str, module: Any, args: Any, result: Any) -> None:
+        position, flops = begun.pop()
+        if run.phase == "forward" and torch.is_grad_enabled():
+            flops, num_events = run.timeline.flops["forward"] - flops, len(run.timeline.events)
+            outputs = run.allocations_of(result)
+            run.timeline.calls.append(BlockCall(name, position, num_events, flops, outputs))
+
+    handles = []
+    for name in find_blocks(model):
+        block = model.get_submodule(name)
+        handles += [
+            block.register_forward_pre_hook(begin),
+            block.register_forward_hook(partial(end, name)),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def workspace_bytes(
     x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, stride: tuple[int, ...], groups: int
 ) -> int:
@@ -259,21 +280,19 @@ def workspace_bytes(
     return x.nbytes + weight.nbytes + y.nbytes
 
 
-def _kind_and_flops(func: Any, args: _Args, kwargs: _Kwargs, result: Any) -> tuple[str, int]:
-    """The kind of an :class:`Operator`, and its floating-point operations."""
-    if func.overloadpacket not in flop_registry:
-        return "", 0
+def _flops(func: Any, args: _Args, result: Any) -> int:
+    """Floating-point operations of a convolution or a matrix product; 0 for others."""
+    if func.overloadpacket in _PRODUCTS:
+        factor = args[_PRODUCTS[func.overloadpacket]]
+        return 2 * result.numel() * factor.shape[-1]
     if func is aten.convolution.default:
-        groups, gradients, forward = args[8], 1, (*args[:7], result)
-    elif func is aten.convolution_backward.default:  # PyTorch's own count is wrong with groups
-        groups, gradients = args[9], sum(args[10][:2])
-        forward = (args[1], args[2], None, *args[4:8], args[0])
+        x, weight, y, is_transposed, gradients = args[0], args[1], result, args[6], 1
+    elif func is aten.convolution_backward.default:
+        (y, x, weight), is_transposed, gradients = args[:3], args[7], sum(args[10][:2])
     else:
-        count = flop_registry[func.overloadpacket]
-        return "matrix product", count(*args, **kwargs, out_val=result)
-    *arguments, output = forward
-    flops = gradients * flop_registry[aten.convolution](*arguments, out_val=output)
-    return "convolution" if groups == 1 else "grouped convolution", flops
+        return 0
+    pixels = x if is_transposed else y  # every pixel meets the whole filter
+    return 2 * gradients * pixels.numel() // pixels.shape[1] * weight.numel()
 
 
 @cache
@@ -339,8 +358,8 @@ def _most_bytes(func: Any, args: _Args, kwargs: _Kwargs, is_float: bool = False)
 def _multiplies_gradients(func: Any) -> bool:
     """Whether an operator is a matrix product in a backward, where no size depends on values."""
     operator = func.overloadpacket
-    # The registry does not have the CPU's attention.
-    is_product = operator in flop_registry or "attention" in operator.__name__
+    is_product = operator in _PRODUCTS or func is aten.convolution_backward.default
+    is_product = is_product or "attention" in operator.__name__
     return is_product and autograd_node_number() is not None
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """The timeline of a job's allocations and frees."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple, Optional, Union
+from typing import Optional, Union
 
 import numpy as np
 import torch
@@ -13,12 +13,9 @@ __all__ = [
     "Allocation",
     "BlockCall",
     "Change",
-    "Copy",
     "Event",
     "Free",
-    "Operator",
     "Timeline",
-    "Work",
     "Workspace",
 ]
 
@@ -86,99 +83,43 @@ Change = Union[Allocate, Free]
 Event = Union[Change, Workspace]
 
 
-class Operator(NamedTuple):
-    """The properties of an operator's call on which its time depends.
-
-    Attributes:
-        kind: "convolution", "grouped convolution" or "matrix product"; "" for others.
-        number_format: such as "float16"; "" for operators without a kind.
-        flops: floating-point operations; 0 for operators without a kind.
-        num_bytes: bytes that it reads and writes.
-    """
-
-    kind: str = ""
-    number_format: str = ""
-    flops: int = 0
-    num_bytes: int = 0
-
-
-class Copy(NamedTuple):
-    """A copy to the host, while the device goes on.
-
-    Attributes:
-        operators: numbers of calls since the copy before.
-    """
-
-    operators: Counter[Operator]
-    num_bytes: int
-
-
-@dataclass
-class Work:
-    """The work of operators, and the copies to the host between them.
-
-    Attributes:
-        operators: numbers of calls since the last copy.
-        copies: in their order.
-    """
-
-    operators: Counter[Operator] = field(default_factory=Counter)
-    copies: list[Copy] = field(default_factory=list)
-
-    def copy_to_host(self, num_bytes: int) -> None:
-        self.copies.append(Copy(self.operators, num_bytes))
-        self.operators = Counter()
-
-    @property
-    def all_operators(self) -> Counter[Operator]:
-        return sum((copy.operators for copy in self.copies), Counter(self.operators))
-
-    def __copy__(self) -> "Work":
-        return Work(self.operators.copy(), self.copies.copy())
-
-    def __sub__(self, before: "Work") -> "Work":
-        """The operators since a moment."""
-        return Work(self.all_operators - before.all_operators)
-
-
 @dataclass
 class BlockCall:
-    """The forward of a block of the model, one of ``techniques.support.find_blocks``.
+    """The forward of a block of the model, one of ``techniques.find_blocks``.
 
     Attributes:
         name: name of the module.
         begin, end: positions in the timeline's events between which it runs.
-        work: work of its operators.
-        inputs, outputs: memory of its input and output tensors.
+        flops: its floating-point operations.
+        outputs: memory of its output tensors.
     """
 
     name: str
     begin: int
     end: int
-    work: Work
-    inputs: set[Allocation]
+    flops: int
     outputs: set[Allocation]
 
 
 @dataclass
 class Timeline:
-    """The events of a dry run, with their work.
+    """The events of a dry run.
 
     Attributes:
         events: in the order in which they happen. A workspace comes after the allocations of its
             operator.
-        work: by phase.
+        flops: floating-point operations by phase, of convolutions and matrix products.
+        offloaded: bytes of each copy to the host in a forward.
         calls: forwards of the model's blocks in training, in the order in which they end.
         notes: lines about parts that may be larger in a real batch.
-        has_roi_heads: whether the model samples proposals.
         host_bytes: peak of the tensors that a GPU's evaluation makes on the host.
     """
 
     events: list[Event] = field(default_factory=list)
-    work: defaultdict[str, Work] = field(default_factory=lambda: defaultdict(Work))
+    flops: Counter[str] = field(default_factory=Counter)
+    offloaded: list[int] = field(default_factory=list)
     calls: list[BlockCall] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    has_roi_heads: bool = False
     host_bytes: int = 0
 
     def forget_what_is_gone(self) -> None:

@@ -2,15 +2,15 @@
 import pytest
 import torch
 
-from d2_memfit.planner.dry_run import meta_kernels
-from d2_memfit.planner.dry_run.meta_kernels import on_meta
+from d2_memfit.planner import meta
+from d2_memfit.planner.meta import on_meta
 
 aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    monkeypatch.setattr(meta_kernels, "_answers", {})
+    monkeypatch.setattr(meta, "_answers", {})
 
 
 def test_a_kernel_is_asked_once_for_each_signature():
@@ -36,7 +36,7 @@ def test_what_no_kernel_can_answer_is_refused_each_time():
 
 
 def test_memory_of_answers_is_bounded(monkeypatch):
-    monkeypatch.setattr(meta_kernels, "_MOST_ANSWERS", 3)
+    monkeypatch.setattr(meta, "_MOST_ANSWERS", 3)
     for i in range(1, 9):
         on_meta(aten.neg.default, (torch.rand(i),), {})
-    assert len(meta_kernels._answers) <= 3
+    assert len(meta._answers) <= 3

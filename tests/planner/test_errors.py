@@ -6,7 +6,7 @@ import torch
 from detectron2.structures import Instances
 
 from d2_memfit.errors import ConfigError, DataError
-from d2_memfit.planner.dry_run import one_line_errors
+from d2_memfit.planner.errors import one_line_errors
 
 
 def line_of(run, **options):
@@ -46,7 +46,7 @@ def test_detectron2s_projects_are_the_users_code(tmp_path):
 
 def test_without_the_users_code_it_is_the_last_place(tmp_path):
     source = """
-from d2_memfit.planner.dry_run.explain import one_line_errors
+from d2_memfit.planner.errors import one_line_errors
 from detectron2.structures import Instances
 def forward():
     with one_line_errors():

@@ -11,20 +11,19 @@ from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes, Instances, RotatedBoxes
 from torch import nn
 
-from ...common.patching import knows_function, replaced_functions, source_files
-from ...job import boxes_anywhere, rotated
+from ..common.patching import knows_function, replaced_functions, source_files
+from ..job import boxes_anywhere, rotated
 
 __all__ = ["detect_most", "parts_with_roi_heads", "worst_case"]
 
 Note = Callable[[str], None]
 _Size = tuple[int, int]  # height and width in pixels
 
-_ON_EACH = 4  # proposals on an object, if few are
 _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
 
 
 @contextmanager
-def worst_case(model: nn.Module, note: Note, few_on_objects: bool = False) -> Iterator[None]:
+def worst_case(model: nn.Module, note: Note) -> Iterator[None]:
     """While open, ROI heads get the most proposals possible, and no anchor is ignored.
 
     As many proposals are on objects as the heads may take. ROI heads are found by the attribute
@@ -36,13 +35,11 @@ def worst_case(model: nn.Module, note: Note, few_on_objects: bool = False) -> It
 
     Args:
         note: called with a line for the user about proposals whose largest number is not known.
-        few_on_objects: whether there are only four proposals on each object and its own box. RPN
-            keeps boxes that overlap each other by less than 0.7; four of them is a guess.
     """
     parts = parts_with_roi_heads(model)
     hooks = [
         _heads_of(part).register_forward_pre_hook(
-            partial(_give_most, note, few_on_objects, getattr(part, "proposal_generator", None)),
+            partial(_give_most, note, getattr(part, "proposal_generator", None)),
             with_kwargs=True,
         )
         for part in parts
@@ -69,9 +66,8 @@ def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) ->
     Args:
         note: called with a line for the user if the largest number is not known.
     """
-    files = source_files(model.modules())
-    has_roi_heads = knows_function(files, "fast_rcnn_inference")
-    most = {"fast_rcnn_inference": partial(_detecting_most, note)} if has_roi_heads else {}
+    name, files = "fast_rcnn_inference", source_files(model.modules())
+    most = {name: partial(_detecting_most, note)} if knows_function(files, name) else {}
     with replaced_functions(files, most):
         if _is_empty(model(batch)):
             note(
@@ -97,7 +93,6 @@ def _left_alone(what: str, where: str) -> str:
 
 def _give_most(
     note: Note,
-    few_on_objects: bool,
     generator: Any,
     heads: nn.Module,
     args: tuple[Any, ...],
@@ -116,7 +111,7 @@ def _give_most(
     filled = []
     for i, p in enumerate(proposals):  # a generator with branches gives each image several times
         objects = targets[i % len(targets)]
-        filled.append(_filled(p, objects, max(num or at_once, len(p)), heads, few_on_objects))
+        filled.append(_filled(p, objects, max(num or at_once, len(p)), heads))
     return (
         tuple(filled if value is proposals else value for value in args),
         {k: filled if value is proposals else value for k, value in kwargs.items()},
@@ -155,7 +150,7 @@ def _are_of_one_kind(proposals: list[Instances], objects: list[Any]) -> bool:
 
 
 def _filled(
-    found: Instances, objects: Optional[Instances], num: int, heads: nn.Module, few_on_objects: bool
+    found: Instances, objects: Optional[Instances], num: int, heads: nn.Module
 ) -> Instances:
     """``num`` proposals with the fields of those found, as many on objects as heads may take."""
     name = _box_field([found])
@@ -165,8 +160,6 @@ def _filled(
     if objects is not None and len(objects):
         share = getattr(heads, "positive_fraction", 0.5)
         num_on_objects = min(num, round(share * getattr(heads, "batch_size_per_image", num)))
-        if few_on_objects:
-            num_on_objects = min(num_on_objects, _ON_EACH * len(objects))
         rows = torch.arange(num_on_objects)
         boxes[rows] = objects.gt_boxes.tensor.to(boxes)[rows % len(objects)]
     result = Instances(found.image_size)

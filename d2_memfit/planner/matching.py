@@ -11,14 +11,15 @@ from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes
 from torch import nn
 
-from ...common.patching import (
+from ..common.patching import (
     knows_function,
     modules_with,
     replaced_functions,
     replaced_together,
     source_files,
 )
-from ..dry_run import DryRun, is_fake, make_fake, make_real
+from .dry_run import DryRun
+from .meta import is_fake, make_fake, make_real
 
 __all__ = ["fast_matching"]
 
@@ -64,7 +65,7 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
         return match
 
     files = source_files(model.modules())
-    names = [n for n in ("pairwise_iou", "pairwise_iou_rotated") if knows_function(files, n)]
+    names = ["pairwise_iou"] if knows_function(files, "pairwise_iou") else []
     solver = "linear_sum_assignment"
     # A matcher need not be a module of the model.
     matchers = [f for f in files if solver in vars(f)]

@@ -9,24 +9,25 @@ from typing import Any, Optional, Union
 
 import torch
 
-from ...common.checks import check_device, did_you_mean
-from ...common.reading import load_fields, load_yaml
-from ...common.units import GB, MB
-from ...config.cards import CARDS, find_card
-from ...errors import ConfigError
-from ...memory import process_memory, take_library_buffers
-from ..dry_run import Allocate, Allocation, Change, Free, Timeline, Workspace
+from ..common.checks import check_device, did_you_mean
+from ..common.reading import load_fields, load_yaml
+from ..common.units import GB, MB
+from ..config.cards import CARDS, find_card
+from ..errors import ConfigError
+from ..memory import process_memory, take_library_buffers
 from .allocators import CachingAllocator, PageAllocator
+from .timeline import Allocate, Allocation, Change, Free, Timeline, Workspace
 
-__all__ = ["DeviceModel", "DeviceUse", "DoesNotFit", "device_names"]
+__all__ = ["DeviceModel", "DeviceUse", "device_names"]
 
 # 32 MiB for each of two threads, as below. PyTorch has the same for Blackwell only in newer
 # releases.
 _HOPPER, _CUBLAS_OF_HOPPER_MB = 9, 64
-
-
-class DoesNotFit(Exception):
-    """The limit is too low for the memory that must be reserved."""
+SHARE_OF_SOFTWARE = 0.06  # of the tensors, that other software may need more or less
+_SAME_SOFTWARE = 0.02  # on the CPU, and if a run of the same model was measured
+# What a context and loaded kernels take at most, and what a process on a CPU takes beside its
+# tensors, in MB (docs/HOW_ACCURATE.md).
+_CONTEXT_MB, _OF_A_CPU_MB = 426 + 380, 360
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,6 @@ class DeviceModel:
         name: its name for ``--device``.
         description: text for messages.
         is_gpu: whether PyTorch's caching allocator manages its memory.
-        convolution_workspace: "layout": convolutions copy their tensors to another memory layout,
-            which kernels for tensor cores and oneDNN need; or "none".
         foreach: whether the optimizer steps on all parameters at once, unless the job says so:
             https://docs.pytorch.org/docs/stable/optim.html.
         cublas_workspace_mb: workspaces of matrix products, kept by the allocator: 8,519,680 bytes
@@ -76,8 +75,6 @@ class DeviceModel:
         usable_gb: what PyTorch reports for the card; 0 if that is not known.
         float16_fails: whether training in float16 is known to give NaN.
         card_is_known, release_is_known: whether a log says the card and a current PyTorch.
-        reserved_factor: measured over predicted memory of the allocator.
-        is_this_process: whether ``context_mb`` is that of this process.
         context_is_measured, tensors_are_measured: whether ``context_mb`` and ``other_tensors_mb``
             are from a run.
         from_run: a line about that run.
@@ -86,7 +83,6 @@ class DeviceModel:
     name: str = "cuda"
     description: str = "a current CUDA card"
     is_gpu: bool = True
-    convolution_workspace: str = "layout"
     foreach: bool = True
     cublas_workspace_mb: float = 16.25
     other_tensors_mb: float = 0.0
@@ -98,8 +94,6 @@ class DeviceModel:
     float16_fails: bool = False
     card_is_known: bool = True
     release_is_known: bool = True
-    reserved_factor: float = 1.0
-    is_this_process: bool = False
     context_is_measured: bool = False
     tensors_are_measured: bool = False
     from_run: str = ""
@@ -160,7 +154,6 @@ class DeviceModel:
             context_mb=process_memory().data_bytes / MB,
             kernels_mb=0.0,
             nccl_mb=(0.0, 0.0),
-            is_this_process=True,
         )
 
     @classmethod
@@ -190,26 +183,28 @@ class DeviceModel:
         text = f"{gpu.name}, taken for {nearest.description}"
         return replace(nearest, description=text, device_name=gpu.name)
 
+    @property
+    def margin(self) -> tuple[float, float]:
+        """What may be needed above a prediction: a share of the tensors, and bytes."""
+        if self.is_gpu:
+            share = _SAME_SOFTWARE if self.tensors_are_measured else SHARE_OF_SOFTWARE
+            more_mb = _CONTEXT_MB - self.context_mb - self.kernels_mb
+            return share, 0.0 if self.context_is_measured else max(more_mb, 0.0) * MB
+        more_mb = 0.0 if self.tensors_are_measured else _OF_A_CPU_MB - self.other_tensors_mb
+        return _SAME_SOFTWARE, max(more_mb, 0.0) * MB
+
     def is_card(self, gpu: str) -> bool:
         """Whether this is the card that PyTorch calls ``gpu``, in any of its sizes."""
         card = find_card(gpu)
         return self.device_name is not None and self.device_name in (gpu, card and card.name)
 
     def use(
-        self,
-        timeline: Timeline,
-        limit_bytes: Optional[int] = None,
-        expandable_segments: bool = False,
-        ranks: int = 1,
+        self, timeline: Timeline, expandable_segments: bool = False, ranks: int = 1
     ) -> DeviceUse:
         """Compute the memory that a timeline needs.
 
         Args:
-            limit_bytes: limit of the whole process, context included.
             ranks: processes that train together.
-
-        Raises:
-            DoesNotFit: the process reserves more than the limit.
         """
         outside = self.outside_bytes(ranks)
         allocator: Any = CachingAllocator(expandable_segments) if self.is_gpu else PageAllocator()
@@ -227,10 +222,8 @@ class DeviceModel:
             if allocator.peak_allocated_bytes > peak:
                 at_peak = +live
         allocated = allocator.peak_allocated_bytes
-        reserved = max(allocated, round(allocator.peak_reserved_bytes * self.reserved_factor))
+        reserved = allocator.peak_reserved_bytes
         total = reserved + sum(outside.values())
-        if limit_bytes is not None and total > limit_bytes:
-            raise DoesNotFit
         outside = +Counter({"between blocks": reserved - allocated}) + outside
         return DeviceUse(allocated, reserved, total, at_peak, outside)
 
@@ -244,7 +237,7 @@ class DeviceModel:
         for event in timeline.events:
             if not isinstance(event, Workspace):
                 yield event
-            elif self.convolution_workspace != "none":
+            else:
                 taken = Allocation(event.num_bytes, "workspace", event.phase, "", "convolution")
                 yield from (Allocate(taken), Free(taken))
 
