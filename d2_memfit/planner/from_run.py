@@ -71,7 +71,7 @@ def _why_it_does_not_count(record: RunRecord, device: DeviceModel, job: Job) -> 
     if record.had_errors:
         return "it ran out of memory"
     if not record.predicted_gb:
-        return "its config has no plan with MEMFIT.PLAN.PREDICTED_GB: plan once, then train that"
+        return "it has no memfit_plan.yaml: train once with --fit"
     return ""
 
 

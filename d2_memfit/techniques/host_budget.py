@@ -11,7 +11,7 @@ from detectron2.utils import comm
 from ..common.checks import check_positive_number
 from ..common.units import GB
 from ..data.sizes import shorter_sides
-from ..memory import available_host_bytes
+from ..memory import available_host_bytes, figures_of_plan
 from .registry import TECHNIQUES, KeyTechnique
 
 __all__ = ["HostBudget", "loader_bytes", "workers_bytes"]
@@ -54,7 +54,8 @@ class HostBudget(KeyTechnique):
     def apply(cls, part: CfgNode, cfg: CfgNode) -> CfgNode:
         own_bytes = psutil.Process().memory_info().rss
         budget = min(cfg.MEMFIT.HOST.BUDGET_GB * GB, available_host_bytes() + own_bytes)
-        left = budget / comm.get_local_size() - own_bytes - cfg.MEMFIT.PLAN.OFFLOADED_GB * GB
+        offloaded_gb = figures_of_plan(cfg.OUTPUT_DIR).get("offloaded_gb", 0.0)
+        left = budget / comm.get_local_size() - own_bytes - offloaded_gb * GB
         num_ranks = comm.get_world_size()
         wanted = cfg.DATALOADER.NUM_WORKERS
         each = worker_bytes(cfg, num_ranks)
