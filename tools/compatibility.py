@@ -87,10 +87,7 @@ def examined(name: str, folder: Path, python: str, args: argparse.Namespace) -> 
 
 
 def commit_of(tree: Path) -> str:
-    """Commit of a clone, or the content of a file TREE.commit next to another tree."""
-    file = tree.with_name(f"{tree.name}.commit")
-    if file.is_file():
-        return file.read_text().strip()
+    """Commit of a clone."""
     command = ["git", "-C", str(tree), "rev-parse", "HEAD"]
     found = subprocess.run(command, check=False, capture_output=True, text=True)
     return found.stdout.strip() or "unknown"

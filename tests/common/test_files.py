@@ -186,8 +186,3 @@ def test_other_files_are_no_dumps_and_take_no_time(text, tmp_path, monkeypatch):
     assert not is_config_dump(str(file))
     assert time.process_time() - start < 5
     assert [f.name for f in tmp_path.iterdir()] == ["config.yaml"]
-
-
-def test_a_folder_on_another_machine_is_not_looked_at():
-    check_run_folder("s3://bucket/output")
-    check_run_folder("")

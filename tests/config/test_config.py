@@ -148,19 +148,6 @@ def test_numbers_that_are_not_finite_or_too_large_are_refused(key, value):
         check_settings(with_settings(get_cfg(), {key: value}))
 
 
-def test_scales_as_maskformers_configs_write_them_are_computed(tmp_path):
-    file = tmp_path / "scales.yaml"
-    scales = "[int(x * 0.1 * 512) for x in range(5, 21)]"
-    file.write_text(f'INPUT:\n  MIN_SIZE_TRAIN: !!python/object/apply:eval ["{scales}"]\n')
-    cfg = load_cfg(str(file))
-    assert list(cfg.INPUT.MIN_SIZE_TRAIN) == [int(x * 0.1 * 512) for x in range(5, 21)]
-
-
-def test_a_file_that_does_not_exist_is_named():
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
-        load_cfg("nowhere.yaml")
-
-
 def test_unknown_keys_are_found_that_no_merge_has_seen():
     cfg = get_cfg()
     cfg.MEMFIT.MICROBATCH = 1

@@ -5,18 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from d2_memfit.config.files import detectron2_zoo, find_config_file, keys_in_own_files
+from d2_memfit.config.files import find_config_file, keys_in_own_files
 from d2_memfit.errors import ConfigError
 
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
-
-
-def test_a_path_is_a_path(tmp_path, monkeypatch):
-    file = tmp_path / "my.yaml"
-    file.write_text("SEED: 1\n")
-    assert find_config_file(str(file)) == str(file)
-    monkeypatch.chdir(tmp_path)
-    assert find_config_file("my.yaml") == "my.yaml"
 
 
 @pytest.mark.parametrize("name", [MASK, f"{MASK}_6GB", "COCO-Detection/retinanet_R_50_FPN_1x"])
@@ -25,11 +17,6 @@ def test_names_of_both_zoos_are_found_with_and_without_their_ending(name):
     assert file.is_file()
     assert str(file).endswith(f"{name}.yaml")
     assert find_config_file(name) == str(file)
-
-
-def test_lazyconfigs_have_names_too():
-    file = find_config_file("COCO-Detection/fcos_R_50_FPN_1x", ".py")
-    assert Path(file).samefile(detectron2_zoo() / "COCO-Detection" / "fcos_R_50_FPN_1x.py")
 
 
 def test_detectron2s_zoo_is_found_as_detectron2_finds_it():

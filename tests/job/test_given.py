@@ -4,7 +4,6 @@
 import pytest
 import torch
 from detectron2.structures import (
-    BitMasks,
     Boxes,
     Instances,
     Keypoints,
@@ -79,12 +78,6 @@ def test_annotations_go_with_the_image():
     assert set(smaller["sem_seg"].unique().tolist()) <= set(range(5))
     assert smaller["sem_seg"].dtype == torch.int64
     assert (smaller["height"], smaller["width"]) == (100, 100)
-
-
-def test_an_image_without_objects_can_be_resized():
-    empty = image(0, num_instances=0)
-    empty["instances"].gt_masks = BitMasks(torch.zeros(0, 64, 64, dtype=torch.bool))
-    assert resize_image(empty, 0.7)["instances"].gt_masks.tensor.shape == (0, 45, 45)
 
 
 def test_a_model_trains_on_it():

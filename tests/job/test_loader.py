@@ -61,11 +61,6 @@ def test_a_trainer_warns_before_the_first_iteration(cfg, dicts, log):
     assert any("NUM_CLASSES is 1, but the dataset has 2 classes (coin, note)" in w for w in said)
 
 
-def test_good_data_are_trained_on_without_a_word(cfg, dicts, log):
-    next(iter(checked_loader(build_detection_train_loader, cfg)(cfg)))
-    assert warnings(log) == []
-
-
 def test_the_batches_are_those_of_an_unchecked_loader(cfg, dicts):
     from detectron2.utils.env import seed_all_rng
 

@@ -2,7 +2,6 @@
 """How the site's pages are made of the files of the repository."""
 
 import pytest
-from tiny import ROOT
 
 pytest.importorskip("mkdocs", reason="mkdocs is not there: requirements/docs.txt")
 
@@ -31,7 +30,3 @@ def rewritten(text, page):
 )
 def test_a_link(page, link, on_the_site):
     assert rewritten(link, page) == on_the_site
-
-
-def test_every_page_of_docs_has_a_place():
-    assert all(f"docs/{page.name}" in hooks.PAGES for page in (ROOT / "docs").glob("*.md"))

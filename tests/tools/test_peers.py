@@ -8,7 +8,6 @@ import pytest
 import torch
 from benchmarks import peers
 from benchmarks.peers import report
-from benchmarks.peers.processes import race
 from benchmarks.peers.sides import SIDES
 from tiny import ROOT
 
@@ -61,20 +60,6 @@ def test_the_gradient_of_a_step_is_that_of_all_its_images(side):
     uneven = peers.gradient(side, Mean(), images, (3, 3))
     is_exact = torch.allclose(uneven, full, rtol=1e-4)
     assert is_exact == (side in ("d2_memfit", "Composer"))  # they know the images of the step
-
-
-@pytest.mark.exhaustive  # 4 minutes
-def test_under_a_limit_a_side_dies_and_another_one_trains_each_image_once():
-    small, large = (128, 160), (512, 640)
-    sizes = [[small, small, large, large]]
-    needs = [race("Detectron2", [[large] * n], (n, 1)) for n in (1, 2)]
-    assert all(need.end == "finished" for need in needs)
-    limit = (needs[0].extra_gb + needs[0].trained_gb + needs[1].extra_gb) / 2
-    plain = race("Detectron2", sizes, (2, 1), limit)
-    assert (plain.end, plain.steps) == ("died", [[0, 1]])
-    assert "can't allocate memory" in plain.error
-    split = race("d2_memfit, split", sizes, (2, 2), limit)
-    assert (split.end, split.steps, split.restarts) == ("finished", [[0, 1, 2, 3]], 0)
 
 
 def test_all_sides_are_named_in_the_page():

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from detectron2.engine import HookBase, SimpleTrainer
 from detectron2.modeling import build_model
@@ -161,14 +162,10 @@ def over_iterations(
     """
     last = samples[-1][0]
     times = [start, *ends, *([last] if last > ends[-1] else [])]
+    at = np.interp([now for now, _ in samples], times, range(len(times)))
     most: dict[int, float] = {}
-    iteration = 0
-    for now, num_bytes in samples:
-        while iteration + 2 < len(times) and now > times[iteration + 1]:
-            iteration += 1
-        begin, end = times[iteration : iteration + 2]
-        share = min((now - begin) / (end - begin), 1 - 1e-6)
-        bin_ = int((iteration + share) * BINS)
+    for iteration, (_, num_bytes) in zip(at, samples):
+        bin_ = int(iteration * BINS)
         most[bin_] = max(most.get(bin_, 0.0), num_bytes / GB)
     return [[bin_ / BINS, round(gb, 3)] for bin_, gb in sorted(most.items())]
 
