@@ -11,7 +11,7 @@ from detectron2.utils.events import EventStorage
 from tiny import parameters
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.doctor.injection import InjectedTrainer, Injector
+from d2_memfit.doctor.patient import InjectedTrainer, Injector
 from d2_memfit.engine.window import image_names
 
 __all__ = [

@@ -12,7 +12,6 @@ from detectron2.modeling import build_model
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints
 
 from d2_memfit.config.load import load_cfg
-from d2_memfit.doctor.injection import relative_difference
 
 __all__ = [
     "ROOT",
@@ -154,3 +153,10 @@ def run_process(command, timeout_s=180, **kwargs):
         timeout=timeout_s,
         **{"env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, **kwargs},
     )
+
+
+def relative_difference(actual, expected):
+    """Norm of the difference of tensors with the same names over the norm of ``expected``."""
+    actual_values = torch.cat([actual[name].double().flatten() for name in expected])
+    expected_values = torch.cat([value.double().flatten() for value in expected.values()])
+    return ((actual_values - expected_values).norm() / expected_values.norm()).item()

@@ -19,7 +19,7 @@ from ..common.checks import check_positive_int
 from ..common.files import check_outputs, output_file
 from ..config.cards import find_card, settings_of_card
 from ..config.files import find_config_file
-from ..doctor import answer_of_findings, examine
+from ..doctor.examination import answer_of_findings, examine
 from ..engine.ending import signals_end_at_once
 from ..engine.launch import world_size
 from ..errors import ConfigError, exit_on_error
@@ -153,8 +153,7 @@ def _examine(args: argparse.Namespace) -> None:
     job, trainer = _job_and_trainer(args)
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     findings = []
-    for finding in examine(job, trainer, remake):
-        show_progress(str(finding))
+    for finding in examine(job, trainer, remake, lambda what: show_progress(f"Checking: {what}")):
         findings.append(finding)
     is_well = all(finding.is_well is not False for finding in findings)
     details = "\n".join(map(str, findings))

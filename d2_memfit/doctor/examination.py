@@ -1,23 +1,32 @@
 # Copyright (c) the d2_memfit developers.
-"""The checks of the doctor, with one line for each."""
+"""The six checks of the doctor, with one line for each."""
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Optional
 
+import torch
+from detectron2.engine import SimpleTrainer
+from detectron2.utils.env import seed_all_rng
+from detectron2.utils.events import EventStorage
+from torch import nn
+
+from ..common.snapshot import Snapshot, changed_by_forward, state_of
 from ..engine.defaults import MemfitMixin
-from ..engine.window import count_objects, images_of
+from ..engine.loss_check import check_losses
+from ..engine.window import images_of
 from ..errors import ConfigError, MemfitError
 from ..job import Job, readable_loader
 from ..planner.errors import one_line_errors
-from . import job_checks
-from .accumulation_check import accumulates, counts
 from .patient import Patient, Untested, Unwell
-from .run_checks import Remake, agrees_on_two_ranks, is_plain_by_default, resumes
+from .runs import Remake, agrees_on_two_ranks, is_plain_by_default, resumes
 
 __all__ = ["Finding", "answer_of_findings", "examine", "examine_runs"]
+
+_WARM_UP = 4  # iterations
+_LATE = 0.9  # share of an iteration's allocations: in the backward
+_FEW = 5  # names in a line
 
 
 @dataclass(frozen=True)
@@ -39,54 +48,46 @@ class Finding:
         return f"{mark:3} {self.what}: {self.text}"
 
 
-def examine(job: Job, trainer: Any = None, remake: Optional[Remake] = None) -> Iterator[Finding]:
-    """Test a job in small iterations on the CPU, with errors injected in each phase.
+Say = Callable[[str], None]
+
+
+def examine(
+    job: Job, trainer: Any = None, remake: Optional[Remake] = None, say: Say = str
+) -> Iterator[Finding]:
+    """Test a job in small iterations on the CPU.
 
     Args:
         trainer: the class that trains, if there is one. It is tested with ``MemfitMixin``.
         remake: returns the job, made for two ranks, and the trainer. It is called in two other
             processes, so it must be picklable. None skips the check of ranks.
+        say: called with the name of each check before it begins.
     """
     patients: list[Patient] = []
 
-    def batch() -> str:
+    def same() -> str:
         patients.append(Patient(job))
-        images = images_of(patients[0].images) or [patients[0].images]
-        num = count_objects(images[0])
-        return f"two images can be made, the first with {num} objects. {_assumed(job)}".strip()
+        assumed = " ".join(f"Assumed: {line}." for line in job.assumptions)
+        return f"{same_as_detectron2(patients[0])}. {assumed}".strip()
 
-    yield _found("batch", batch)
-    if not patients:
-        return
-    patient = patients[0]
-    steps: dict[str, Callable[[Patient], str]] = {
-        "iteration 0": job_checks.same_as_detectron2,
-        "accumulation": accumulates,
-        "recovery, memory runs out in the forward": partial(job_checks.recovers, where=0.3),
-        "recovery, memory runs out in the backward": partial(job_checks.recovers, where=0.9),
-        "recovery, memory runs out in evaluation": job_checks.recovers_in_evaluation,
-        "state that a retry puts back": job_checks.puts_state_back,
-        "normalisers": counts,
-        "communication in the forward": job_checks.is_silent,
-        "techniques": job_checks.usable_techniques,
-    }
-    for what, check in steps.items():
-        yield _found(what, check, patient)
-    yield from examine_runs(job, trainer, remake)
+    steps = {"accumulation": accumulates, "recovery": recovers}
+    yield _found("iteration 0", say, same)
+    for what, check in steps.items() if patients else ():
+        yield _found(what, say, partial(check, patients[0]))
+    yield from examine_runs(job, trainer, remake, say)
 
 
 def examine_runs(
-    job: Job, trainer: Any = None, remake: Optional[Remake] = None
+    job: Job, trainer: Any = None, remake: Optional[Remake] = None, say: Say = str
 ) -> Iterator[Finding]:
     """Test a job with the images of its dataset, for the last lines of :func:`examine`."""
-    steps: dict[str, Callable[..., str]] = {"estimate": partial(job_checks.is_estimated, job)}
+    steps: dict[str, Callable[[], str]] = {}
     if trainer is not None and not issubclass(trainer, MemfitMixin):
         steps["trainer"] = partial(is_plain_by_default, job, trainer)
     steps["resume"] = partial(resumes, job, trainer)
     if remake is not None:
         steps["two ranks"] = partial(agrees_on_two_ranks, remake, trainer)
     for what, check in steps.items():
-        yield _found(what, _on_dataset, job, check)
+        yield _found(what, say, partial(_on_dataset, job, check))
 
 
 def answer_of_findings(findings: Sequence[Finding]) -> str:
@@ -94,11 +95,101 @@ def answer_of_findings(findings: Sequence[Finding]) -> str:
     not_well = [finding for finding in findings if finding.is_well is False]
     unknown = [finding for finding in findings if finding.is_well is None]
     num_well = len(findings) - len(not_well) - len(unknown)
-    verdict = "Does not work" if not_well else "Works"
     counts = [f"{num_well} of {len(findings)} checks passed"]
     counts += [f"{len(not_well)} failed"] if not_well else []
     counts += [f"{len(unknown)} could not run here"] if unknown else []
+    verdict = "Does not work" if not_well else "Works"
     return "\n".join([f"{verdict}: {', '.join(counts)}", *map(str, [*not_well, *unknown])])
+
+
+def same_as_detectron2(patient: Patient) -> str:
+    """Compare an iteration with one of Detectron2's ``SimpleTrainer``."""
+
+    def plain() -> list[torch.Tensor]:
+        model = patient.model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        trainer = SimpleTrainer(_WithLosses(model, patient), [patient.batch()], optimizer)
+        seed_all_rng(0)
+        with EventStorage():
+            trainer.iter = 0
+            trainer.run_step()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    for _ in range(_WARM_UP):  # functions of torch.jit differ in the first calls
+        expected = patient.call(plain)
+        gradients, loss, _ = patient.step()
+        if len(gradients) == len(expected) and all(map(torch.equal, gradients, expected)):
+            return f"loss {loss:.4g} and gradients equal Detectron2's, bit by bit"
+    raise Unwell("loss or gradients differ from those of Detectron2's SimpleTrainer")
+
+
+class _WithLosses(nn.Module):
+    """A model whose forward returns the job's losses."""
+
+    def __init__(self, model: nn.Module, patient: Patient) -> None:
+        super().__init__()
+        self.model, self.losses = model, patient.losses
+
+    def forward(self, batch: Any) -> Any:
+        return self.losses(self.model, batch)
+
+
+def accumulates(patient: Patient) -> str:
+    """Check the losses as a training does before its first window."""
+    images = images_of(patient.crowded)
+    if images is None:
+        raise Untested("not tested: batches cannot be cut into images")
+    images = [_with_pixels(image, seed) for seed, image in enumerate(images)]
+    options = patient.job.normalizers
+    report = patient.call(check_losses, patient.model(), patient.losses, images, options)
+    if report.off:
+        raise Unwell("; ".join(report.complaints()))
+    if not report.names:
+        raise Untested(str(report))
+    places = sorted({"{}:{}".format(*place[0]) for _, place, _ in report.counts})
+    counts = [f"counted over the window: {', '.join(places)}"] if places else []
+    return "; ".join([str(report), *counts, *report.complaints()])
+
+
+def _with_pixels(image: Any, seed: int) -> Any:
+    """The image with random pixels: those of a stand-in are all the same."""
+    pixels = image.get("image") if isinstance(image, dict) else None
+    if not isinstance(pixels, torch.Tensor):
+        return image
+    generator = torch.Generator().manual_seed(seed)
+    return {**image, "image": torch.randint(256, pixels.shape, generator=generator).to(pixels)}
+
+
+def recovers(patient: Patient) -> str:
+    """Check that a failed backward leaves no trace in the model or in the weights after a step."""
+    _check_snapshot(patient)
+    _, _, counting = patient.step(fail_at=(10**9,), with_optimizer=True)
+    fail_at = int(counting.injector.num_allocations * _LATE)
+    undisturbed, _, _ = patient.step(micro_batch_size=1, with_optimizer=True)
+    recovered, _, trainer = patient.step(fail_at=(fail_at,), with_optimizer=True)
+    if trainer.window_sizes != (1, 1):
+        raise Unwell(f"the two images were run as {trainer.window_sizes} instead of one by one")
+    differ = [i for i, pair in enumerate(zip(recovered, undisturbed)) if not torch.equal(*pair)]
+    if differ:
+        raise Unwell(
+            f"{len(differ)} of {len(recovered)} weights differ from those of an iteration without "
+            "the error: something that a forward changes is not put back"
+        )
+    return "the images are run again one by one; weights equal those without the error, bit by bit"
+
+
+def _check_snapshot(patient: Patient) -> None:
+    """Raise :class:`Unwell` if a forward changes what a retry does not put back."""
+    model = patient.model()
+    before, at_start = state_of(model), Snapshot(model)
+    patient.call(patient.losses, model, patient.batch())
+    at_start.restore()
+    changed, _ = changed_by_forward(before, state_of(model))
+    if changed:
+        raise Unwell(
+            f"a forward changes {', '.join(changed[:_FEW])}, which a retry does not put back: keep "
+            "it in a number or a list, or write save_for_retry() and restore_for_retry(state)"
+        )
 
 
 def _on_dataset(job: Job, check: Callable[[], str]) -> str:
@@ -109,17 +200,12 @@ def _on_dataset(job: Job, check: Callable[[], str]) -> str:
     return check()
 
 
-def _assumed(job: Job) -> str:
-    return " ".join(f"Assumed: {line}." for line in job.assumptions)
-
-
-def _found(what: str, check: Callable[..., str], *args: Any) -> Finding:
+def _found(what: str, say: Say, check: Callable[[], str]) -> Finding:
+    say(what)
     try:
         with one_line_errors():
-            try:
-                return Finding(what, True, check(*args))
-            except (Unwell, Untested) as e:
-                return Finding(what, None if isinstance(e, Untested) else False, str(e))
+            return Finding(what, True, check())
+    except Untested as e:
+        return Finding(what, None, str(e))
     except MemfitError as e:
-        text = re.sub(r"^the model of this job does not run \((.*?)\)\. ", r"\1. ", str(e))
-        return Finding(what, False, text)
+        return Finding(what, False, str(e))

@@ -1,9 +1,12 @@
 # Copyright (c) the d2_memfit developers.
-"""A small version of a job: two small images, on the CPU, always with the same weights."""
+"""A small version of a job: two small images, on the CPU, always with the same weights.
+
+Memory can run out at any allocation of its iterations.
+"""
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Optional
 
@@ -14,25 +17,90 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..common.side_work import alone, no_information
+from ..compat.pytorch import TorchDispatchMode, storage_id
 from ..config.precision import Precision
-from ..config.settings import RecoveryOptions
-from ..engine.loss_check import LossReport
+from ..config.settings import NormalizerOptions, RecoveryOptions
+from ..engine.ranks import RankReport
 from ..engine.train_loop import AccumulatingTrainer
+from ..engine.window import MicroBatch, Window
+from ..errors import MemfitError
 from ..job import Job, losses_of, resize_image, size_of
+from ..memory import storages
 from ..planner.stand_ins import cuda_as_cpu
-from .injection import InjectedTrainer, Injector
 
-__all__ = ["Patient", "Untested", "Unwell", "smaller"]
+__all__ = ["InjectedTrainer", "Injector", "Patient", "Untested", "Unwell", "smaller"]
 
 _LONGEST_SIDE = 256  # pixels
 
 
-class Unwell(Exception):
+class Unwell(MemfitError):
     """Something does not work. The message says what."""
 
 
-class Untested(Exception):
+class Untested(MemfitError):
     """Something cannot be tested here. The message says why."""
+
+
+class Injector(TorchDispatchMode):
+    """A mode that counts new tensors, and raises an out-of-memory error at some of them.
+
+    Args:
+        fail_at: numbers of allocations, from 1.
+    """
+
+    def __init__(self, fail_at: Iterable[int] = ()) -> None:
+        super().__init__()
+        self.fail_at = set(fail_at)
+        self.num_allocations = 0
+        self._has_failed = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as for TensorMeter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage_id(storage) for storage in storages((args, kwargs))}
+        for storage in storages(result):
+            if storage_id(storage) not in given:
+                self.num_allocations += 1
+                if self.num_allocations in self.fail_at:
+                    self._has_failed = True
+                    raise torch.OutOfMemoryError(f"injected at {self.num_allocations}")
+        return result
+
+    def __exit__(self, kind: Any, error: Optional[BaseException], traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)
+        # TorchScript keeps the text of an allocator's error, and nothing of one from Python.
+        if self._has_failed and "TorchScript" in str(error):
+            raise torch.OutOfMemoryError(f"injected at {self.num_allocations}") from error
+
+
+class InjectedTrainer(AccumulatingTrainer):
+    """A trainer whose allocations in forward and backward go through an injector.
+
+    Attributes:
+        window_sizes: final sizes of the last window's micro-batches.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.injector = Injector()
+        self.window_sizes: tuple[int, ...] = ()
+
+    def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        with self.injector:
+            return super()._forward(micro_batch)
+
+    def _backward(self, loss: torch.Tensor, weight: float) -> None:
+        with self.injector:
+            super()._backward(loss, weight)
+
+    def _vote(self, window: Window, *args: Any) -> list[RankReport]:
+        self.window_sizes = tuple(m.num_images for m in window.micro_batches)
+        return super()._vote(window, *args)
 
 
 class Patient:
@@ -50,8 +118,6 @@ class Patient:
         self.job = job
         self.crowded: Any = smaller(job.training_batch(2))
         self.images: Any = _with_fewer_objects(self.crowded)
-        self.report: Optional[LossReport] = None  # of its losses, which need one check
-        self._counts: dict[str, Any] = {}  # of the iterations, which need another one
 
     def model(self) -> nn.Module:
         """Build a model on the CPU, always with the same weights."""
@@ -69,43 +135,36 @@ class Patient:
         self,
         micro_batch_size: Optional[int] = None,
         fail_at: tuple[int, ...] = (),
-        seed: int = 0,
         with_optimizer: bool = False,
-        images: Any = None,
     ) -> tuple[list[torch.Tensor], float, Any]:
         """Run an iteration; return gradients or weights, the loss, and the trainer.
-
-        Weights are returned after a step of the job's optimizer.
 
         Args:
             micro_batch_size: images in a forward.
             fail_at: numbers of allocations at which memory runs out. Recovery is then on.
-            with_optimizer: whether the job's optimizer steps.
-            images: a batch to use instead of the two images.
+            with_optimizer: whether the job's optimizer steps; the weights are returned then.
         """
         model = self.model()
-        with _as_planned():
+        with _as_planned(), EventStorage() as storage:
             optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
             if with_optimizer:
                 optimizer = self.job.parts.build_optimizer(model)
             kind = InjectedTrainer if fail_at else AccumulatingTrainer
             trainer = kind(
                 model,
-                [self.batch() if images is None else images],
+                [self.batch()],
                 optimizer,
                 precision=Precision("fp32", "cpu"),
                 micro_batch_size=micro_batch_size,
                 recovery=RecoveryOptions() if fail_at else None,
+                normalizers=NormalizerOptions("off"),  # another check has tested the losses
                 loss_fn=self.job.parts.loss_fn,
             )
-            if fail_at:
+            if isinstance(trainer, InjectedTrainer):
                 trainer.injector = Injector(fail_at)
-            trainer.counts.load_state_dict(self._counts)
-            seed_all_rng(seed)
-            with EventStorage() as storage:
-                trainer.run_step()
-                loss = float(storage.latest()["total_loss"][0])
-            self._counts = trainer.counts.state_dict() or self._counts
+            seed_all_rng(0)
+            trainer.run_step()
+            loss = float(storage.latest()["total_loss"][0])
         if with_optimizer:
             return [p.detach() for p in model.parameters()], loss, trainer
         return [p.grad for p in model.parameters() if p.grad is not None], loss, trainer
@@ -122,9 +181,13 @@ def _as_planned() -> Iterator[None]:
         yield
 
 
+def _is_list_of_dicts(batch: Any) -> bool:
+    return isinstance(batch, list) and all(isinstance(d, dict) for d in batch)
+
+
 def _with_fewer_objects(batch: Any) -> Any:
     """The batch, of which each image has fewer objects than the one before."""
-    if not isinstance(batch, list) or not all(isinstance(d, dict) for d in batch):
+    if not _is_list_of_dicts(batch):
         return batch
     result = [dict(d) for d in batch]
     for i, d in enumerate(result):
@@ -136,7 +199,7 @@ def _with_fewer_objects(batch: Any) -> Any:
 
 def smaller(batch: Any) -> Any:
     """Shrink large images in lists of dataset dicts; return other batches as they are."""
-    if not isinstance(batch, list) or not all(isinstance(d, dict) for d in batch):
+    if not _is_list_of_dicts(batch):
         return batch
     result = []
     for d in batch:

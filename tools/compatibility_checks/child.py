@@ -17,7 +17,7 @@ import torch
 
 from d2_memfit import Job
 from d2_memfit.common.units import GB
-from d2_memfit.doctor import Finding, examine, examine_runs
+from d2_memfit.doctor.examination import Finding, examine, examine_runs
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.plan import plan_memory
@@ -43,8 +43,7 @@ def main(name: str, folder: str, file: str) -> None:
         job, trainer = remake(ranks=1)
         run = examine if project.has_plain_step else examine_runs
         for finding in run(job, trainer, partial(remake, ranks=2)):
-            if finding.what != "estimate" or project.has_plain_step:
-                say(finding)
+            say(finding)
         if project.has_plain_step:
             say(_plan(project.job(Path(folder) / project.tree, full_size=True)))
 
