@@ -241,7 +241,6 @@ def test_an_error_is_one_line_of_the_process(tmp_path):
 
 
 FILES = {
-    "BROKEN.json": '{"images": [',
     "EMPTY.json": '{"images": [], "annotations": [], "categories": []}',
     "BROKEN.pth": "not weights",
 }
@@ -250,26 +249,10 @@ FILES = {
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["SOLVER.ACCUMULATION_STEPS", 1.5], "SOLVER.ACCUMULATION_STEPS must be of type int"),
-        (["MEMFIT.NO_SUCH_KEY", 1], "there is no config key MEMFIT.NO_SUCH_KEY"),
-        (["MEMFIT.BUDGET_GB", "six"], "MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6"),
         (["MEMFIT.OPTIMIZER.ZERO", True], "MEMFIT.OPTIMIZER.ZERO shares optimizer states"),
-        (["DATASETS.TRAIN", "()"], "DATASETS.TRAIN is empty"),
-        (["DATASETS.TRAIN", "('cli_trian',)"], "did you mean cli_train"),
-        (["--num-gpus", 3], "divisible by the number of ranks, 3, got 2"),
-        (["MODEL.DEVICE", "nosuch"], "MODEL.DEVICE 'nosuch' is not a device of PyTorch"),
-        (
-            ["MODEL.WEIGHTS", "no/such.pth"],
-            "the checkpoint no/such.pth cannot be read (No such file",
-        ),
         (["MODEL.WEIGHTS", "BROKEN.pth"], "cannot read the checkpoint"),
-        (["OUTPUT_DIR", "BROKEN.pth"], "BROKEN.pth is not a folder that you may write to"),
-        (["--coco", "other", "BROKEN.json", "no"], "is not valid JSON"),
         (["--coco", "other", "EMPTY.json", "no"], "dataset other is empty"),
         (["--resume"], "cannot read the checkpoint"),
-        (["MODEL.ROI_HEADS.NUM_CLASSES", 80], "NUM_CLASSES 80 does not fit the data: "),
-        (["--card", "7GB"], "--card: '7GB' is not known"),
-        (["SOLVER.MAX_ITER"], "a value is missing after SOLVER.MAX_ITER"),
         (["SEED", 1, "--fit"], "--fit: options must come before the KEY VALUE pairs"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
