@@ -121,6 +121,6 @@ def _predictor(
     given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)
     weights = weights_of(args.config_file, configured, given)
     say(f"weights: {weights}")
-    inputs = [weights, *files, *files_read(args)]
+    inputs: list[Any] = [weights, *files, *files_read(args)]
     check_outputs(outputs_of(args.output, files), inputs, args.overwrite)
     return Predictor(config, job, weights, args.tile_size), job.cfg

@@ -114,7 +114,7 @@ def check_outputs(
         ConfigError: an output would replace another file, or cannot be written.
     """
     used = {_identity(file): file for file in inputs}
-    for path in map(os.fspath, paths):
+    for path in [os.fspath(path) for path in paths]:
         folder = next(p for p in Path(path).absolute().parents if os.path.lexists(p))
         key, problem, remedy = _identity(path), "", "move it, or name another"
         if key in used:
