@@ -58,7 +58,7 @@ def test_a_file_of_the_user_with_the_name_of_a_plan_stays(cfg, tmp_path):
     file = tmp_path / "output" / "memfit_plan.yaml"
     file.parent.mkdir()
     file.write_text("mine")
-    with pytest.raises(ConfigError, match=r"memfit_plan\.yaml exists, but d2_memfit did not write"):
+    with pytest.raises(ConfigError, match=r"memfit_plan\.yaml exists: move it"):
         fit_config(cfg)
     assert file.read_text() == "mine"
 
