@@ -46,7 +46,6 @@ def preset(file: Path) -> str:
     if not plan.fits:
         raise SystemExit(f"{file} needs a budget of {plan.smallest_budget_gb} GB")
     keys["MEMFIT"].update(yaml.safe_load(keys_as_yaml(job, plan))["MEMFIT"], PRESET=card)
-    keys["MEMFIT"].setdefault("PLAN", {})["PREDICTED_GB"] = plan.predicted_gb
     del keys["MEMFIT"]["BUDGET_GB"]
     e = plan.estimate
     return (
@@ -62,7 +61,7 @@ def grid() -> str:
     for file in sorted((ROOT / "configs").glob("*/*GB.yaml")):
         model, card = f"{file.parent.name}/{file.stem}".rsplit("_", 1)
         keys = yaml.safe_load(file.read_text())["MEMFIT"]
-        more = "*" if keys.keys() - {"MICRO_BATCH", "OOM", "PLAN", "PRESET"} else ""
+        more = "*" if keys.keys() - {"MICRO_BATCH", "OOM", "PRESET"} else ""
         rows.setdefault(model, {})[card] = f"{keys['MICRO_BATCH']}{more}"
     cards = [card for card in PRESETS if any(card in row for row in rows.values())]
     cells = [[model, *map(row.get, cards)] for model, row in rows.items()]

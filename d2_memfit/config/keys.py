@@ -29,8 +29,8 @@ from ..errors import ConfigError, UnknownKeyError
 from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS
 
-__all__ = ["KEYS", "Key", "all_keys", "check_arguments", "checks_of", "default_keys", "keys_of"]
-__all__ += ["leaves"]
+__all__ = ["KEYS", "MOVED", "Key", "all_keys", "check_arguments", "checks_of", "default_keys"]
+__all__ += ["keys_of", "leaves", "unknown_key"]
 
 
 class Key(NamedTuple):
@@ -62,7 +62,6 @@ _COUNTS = Check(
 _TIERS = Check(
     f"a list of {', '.join(TIERS)}", lambda value: fits(value, list[str]) and {*value} <= {*TIERS}
 )
-_GB = Check("a number from 0", lambda value: fits(value, float) and value >= 0)
 
 # fmt: off
 KEYS = (
@@ -111,12 +110,29 @@ KEYS = (
     Key("MEMFIT.PLAN.PREFER", "exact", choice("exact", "speed"),
         "What a plan prefers if an exact plan fits. exact keeps the gradients. speed takes mixed "
         "precision first on cards that are faster with it, even if the job fits without changes."),
-    Key("MEMFIT.PLAN.PREDICTED_GB", [], Check("a list of numbers", lambda v: fits(v, list[float])),
-        "GB that a plan predicts: allocated, reserved, and outside PyTorch's allocator."),
-    Key("MEMFIT.PLAN.OFFLOADED_GB", 0.0, _GB,
-        "GB of page-locked RAM that a plan's offload takes on each rank."),
 )
 # fmt: on
+
+# Keys of 0.2.0 that have left, and what is there in their place.
+MOVED = {
+    f"MEMFIT.{key}": way
+    for way, keys in {
+        "set MEMFIT.MASKS.PACKED True": ("CRITERION.CHUNK_SIZE", "HEADS.SHARED_BITMASKS"),
+        "set MEMFIT.OOM.LAST_RESORT to resize": ("OOM.ALLOW_RESIZE",),
+        "set MEMFIT.OOM.LAST_RESORT to skip": ("OOM.MAX_SKIPPED",),
+        "set MEMFIT.MONITOR.LEAKS": ("MONITOR.LEAK_WINDOW",),
+        "set MEMFIT.MONITOR.SNAPSHOT": ("MONITOR.SNAPSHOT_ITER", "MONITOR.SNAPSHOT_ON_OOM"),
+        "set MEMFIT.EVALUATION.ON_HOST": ("EVALUATION.ON_DISK",),
+        "name the earlier run with --run FOLDER": ("PLAN.FROM_RUNS",),
+        "memfit_plan.yaml has the figures of a plan": ("PLAN.PREDICTED_GB", "PLAN.OFFLOADED_GB"),
+        "the headroom is fixed": ("PLAN.MARGIN", "PLAN.RISK"),
+        "use Detectron2's BestCheckpointer": ("BEST.METRIC", "BEST.MODE", "BEST.PATIENCE"),
+        "set TRANSFORMERS.EMA_DECAY in projects/Transformers": ("EMA_DECAY",),
+        "use peft": ("FINE_TUNE.LORA_RANK",),
+        "a signal that has a handler keeps it": ("STOP_ON_SIGNALS",),
+    }.items()
+    for key in keys
+}
 
 _SIZES = Check(
     "one or more sizes in pixels, each an integer of at least 0",
@@ -209,9 +225,17 @@ def _budgeted(cfg: CN) -> None:
         raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
 
 
+def unknown_key(key: str, known: Sequence[str], where: str = "") -> UnknownKeyError:
+    """The error of a key that there is not."""
+    if key in MOVED:
+        return UnknownKeyError(f"{where}{key} of 0.2.0 is gone: {MOVED[key]}")
+    hint = did_you_mean(key.upper(), known)
+    return UnknownKeyError(f"{where}there is no config key {key}{hint}")
+
+
 def _known_and_finite(key: str, value: Any, known: Sequence[str]) -> None:
     if key.startswith("MEMFIT.") and key not in known:
-        raise UnknownKeyError(f"there is no config key {key}{did_you_mean(key.upper(), known)}")
+        raise unknown_key(key, known)
     if isinstance(value, (list, tuple)):
         for item in value:
             _known_and_finite(key, item, known)

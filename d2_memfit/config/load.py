@@ -11,10 +11,10 @@ import yaml
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg as _get_detectron2_cfg
 
-from ..common.checks import check_all, did_you_mean
-from ..errors import ConfigError, UnknownKeyError
+from ..common.checks import check_all
+from ..errors import ConfigError
 from .files import find_config_file
-from .keys import checks_of, default_keys, keys_of, leaves
+from .keys import checks_of, default_keys, keys_of, leaves, unknown_key
 from .yaml_arithmetic import arithmetic_in_yaml
 
 __all__ = ["add_memfit_config", "get_cfg", "load_cfg", "merge_memfit", "merge_opts"]
@@ -196,10 +196,7 @@ def _merge_value(cfg: CN, key: str, value: Any, where: str, known: Sequence[str]
     try:
         node, name = _node_of(cfg, key)
     except KeyError as e:
-        text = f"{where}there is no config key {key}{did_you_mean(key.upper(), known)}"
-        if key.startswith("MEMFIT."):
-            text += ". If 0.2.0 had it, it left in 0.3.0: see CHANGELOG"
-        raise UnknownKeyError(text) from e
+        raise unknown_key(key, known, where) from e
     if dict(leaves(default_keys())).get(key, "") is None:
         node[name] = None  # of any type: MEMFIT.BUDGET_GB is 6, 5.5 or "auto"
     if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):

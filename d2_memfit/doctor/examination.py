@@ -140,7 +140,7 @@ def accumulates(patient: Patient) -> str:
     if images is None:
         raise Untested("not tested: batches cannot be cut into images")
     images = [_with_pixels(image, seed) for seed, image in enumerate(images)]
-    options = patient.job.normalizers
+    options = patient.job.settings.normalizers
     report = patient.call(check_losses, patient.model(), patient.losses, images, options)
     if report.off:
         raise Unwell("; ".join(report.complaints()))

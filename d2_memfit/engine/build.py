@@ -65,8 +65,8 @@ class Run:
             "accumulation_steps": job.geometry.accumulation_steps,
             "precision": job.precision(),
             "micro_batch_size": job.geometry.micro_batch_size,
-            "recovery": job.recovery,
-            "normalizers": job.normalizers,
+            "recovery": job.settings.recovery,
+            "normalizers": job.settings.normalizers,
         }
         self.not_built = {"model", "optimizer", "loader"}
         self.random_state = torch.get_rng_state()  # before a trainer first iterates over its loader

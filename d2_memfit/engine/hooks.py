@@ -329,7 +329,7 @@ class PeakRecorder(MemoryHook):
             return
         text = "Peaks of training: %.2f GB allocated, %.2f GB reserved, %.2f GB outside of both"
         logger.info(text, allocated / GB, reserved / GB, self._outside / GB)
-        predicted = self._job.cfg.MEMFIT.PLAN.PREDICTED_GB
+        predicted = memory.figures_of_plan(folder).get("predicted_gb", [])
         if predicted:
             text = "The plan predicted %.2f, %.2f and %.2f GB for its largest images"
             logger.info(text, *predicted)

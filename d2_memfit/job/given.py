@@ -16,7 +16,6 @@ __all__ = [
     "GivenBatches",
     "copy_of",
     "is_image",
-    "need_of",
     "objects_in",
     "objects_per_image",
     "padded_area",
@@ -190,11 +189,6 @@ def size_of(data: Any) -> tuple[int, int]:
 
 def padded_area(size: tuple[int, int]) -> int:
     return math.prod(-(-length // 32) * 32 for length in size)
-
-
-def need_of(data: Any) -> tuple[int, int]:
-    """A key that is larger for an image that needs more: its padded area, and then its bytes."""
-    return padded_area(size_of(data)), sum(t.nbytes for t in tensors_of(data))
 
 
 def resize_image(image: dict[str, Any], factor: float) -> dict[str, Any]:

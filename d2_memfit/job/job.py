@@ -21,7 +21,7 @@ from ..common.side_work import no_information
 from ..config.lazy import cfg_of_lazy
 from ..config.load import get_cfg, merge_memfit, with_settings
 from ..config.precision import Precision
-from ..config.settings import NormalizerOptions, RecoveryOptions, Settings
+from ..config.settings import Settings
 from ..errors import ConfigError
 from ..techniques.registry import apply_techniques
 from .given import GivenBatches
@@ -274,16 +274,6 @@ class Job:
         else:
             return ""
         return hashlib.sha256(config.encode()).hexdigest()
-
-    @property
-    def recovery(self) -> Optional[RecoveryOptions]:
-        """Options of recovery; None if an out-of-memory error ends the run."""
-        return self.settings.recovery
-
-    @property
-    def normalizers(self) -> NormalizerOptions:
-        """Options for the counts that losses are divided by."""
-        return self.settings.normalizers
 
     @property
     def is_pretrained(self) -> bool:

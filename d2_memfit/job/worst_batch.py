@@ -56,27 +56,9 @@ class _Draw:
     size: Size
 
 
-# Images that can make a batch the largest: the one padded to most, the highest, and the widest.
 def _area(size: Size) -> tuple[int, int]:
+    """What makes an image the largest single one. In a batch, the highest and the widest count."""
     return padded_area(size), math.prod(size)
-
-
-def _height(size: Size) -> tuple[int, int]:
-    return size
-
-
-def _width(size: Size) -> tuple[int, int]:
-    return size[::-1]
-
-
-def _most(measure: Callable[[Size], tuple[int, int]], draws: Sequence[_Draw]) -> _Draw:
-    return max(draws, key=lambda draw: measure(draw.size))
-
-
-def _by_aspect(draws: Sequence[_Draw]) -> list[list[_Draw]]:
-    """The groups of DATALOADER.ASPECT_RATIO_GROUPING."""
-    groups = ([d for d in draws if _is_wide(d.original) == wide] for wide in (True, False))
-    return [group for group in groups if group]
 
 
 def _is_wide(size: Size) -> bool:
@@ -192,11 +174,15 @@ class MappedBatches:
         """
         groups = [self._draws]
         if self.groups_by_aspect and not crosses_batches:
-            groups = _by_aspect(self._draws)
-        pairs = [[_most(_height, group), _most(_width, group)] for group in groups]
+            found = ([d for d in self._draws if _is_wide(d.original) == w] for w in (True, False))
+            groups = [group for group in found if group]
+        pairs = [
+            [max(group, key=lambda d: d.size), max(group, key=lambda d: d.size[::-1])]
+            for group in groups
+        ]
         chosen = max(pairs, key=lambda p: padded_area((p[0].size[0], p[1].size[1])))
         if num_images == 1:
-            chosen = [_most(_area, self._draws)]
+            chosen = [max(self._draws, key=lambda d: _area(d.size))]
         numbers = [self._statistics.num_in_batch(i) for i in range(num_images)]
         return [self._image(chosen[i % len(chosen)], num) for i, num in enumerate(numbers)]
 
@@ -209,7 +195,7 @@ class MappedBatches:
     @cached_property
     def _evaluation(self) -> Optional["MappedBatches"]:
         found = [replace(self, make_loader=make, what="evaluation") for make in self.test_loaders]
-        return max(found, key=lambda b: _area(_most(_area, b._draws).size), default=None)
+        return max(found, key=lambda b: max(_area(d.size) for d in b._draws), default=None)
 
     @cached_property
     def _loader(self) -> CapturedLoader:
@@ -306,9 +292,8 @@ def _extreme(sizes: Iterable[Size], resizes: set[Size]) -> list[Size]:
         if not group:
             continue
         outputs = {size: resized(size, *max(resizes, default=(0, 0))) for size in group}
-        found += [
-            max(group, key=lambda s: measure(outputs[s])) for measure in (_area, _height, _width)
-        ]
+        for measure in (_area, tuple, lambda size: size[::-1]):
+            found.append(max(group, key=lambda s: measure(outputs[s])))
         found += [min(group, key=lambda s: abs(max(s) / min(s) - aspect)) for aspect in _ASPECTS]
         found.append(max(group, key=lambda s: max(s) / min(s)))
     return list(dict.fromkeys(found))

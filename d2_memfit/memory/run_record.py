@@ -15,7 +15,9 @@ from ..common.files import whole_file
 from ..common.reading import Name, load_fields, load_json
 from ..common.units import MB
 
-__all__ = ["RunRecord", "device_and_software"]
+__all__ = ["FIGURES", "RunRecord", "device_and_software", "figures_of_plan"]
+
+FIGURES = "# figures of the plan: "  # a comment in memfit_plan.yaml, with JSON
 
 _FILE_NAME = "memfit_peaks.json"
 
@@ -29,7 +31,7 @@ class RunRecord:
         here: the device and the software, as :func:`device_and_software` says.
         ranks: processes that trained together.
         family: hash of the model's config; "" if it has none.
-        predicted_gb: MEMFIT.PLAN.PREDICTED_GB; empty without a plan.
+        predicted_gb: those of :func:`figures_of_plan`; empty without a plan.
         iterations: number of iterations.
         had_errors: whether memory ran out.
         allocated_bytes: peak allocated. On the CPU it is the private memory that training takes.
@@ -77,3 +79,16 @@ def device_and_software(device: torch.device) -> dict[str, Any]:
     card = torch.cuda.get_device_properties(device)
     here.update(device=card.name, memory_mb=card.total_memory // MB)
     return {**here, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+
+
+def figures_of_plan(folder: Name) -> dict[str, Any]:
+    """The figures in memfit_plan.yaml of an OUTPUT_DIR; none without this file.
+
+    ``predicted_gb`` has GB allocated, reserved, and outside PyTorch's allocator; ``offloaded_gb``
+    is page-locked RAM for the offload of each rank.
+    """
+    file = Path(folder, "memfit_plan.yaml")
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        if line.startswith(FIGURES):
+            return dict(json.loads(line.removeprefix(FIGURES)))
+    return {}

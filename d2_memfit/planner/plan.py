@@ -96,11 +96,12 @@ class Plan:
     left_out: tuple[str, ...] = ()
 
     @property
-    def predicted_gb(self) -> list[float]:
-        """Value of MEMFIT.PLAN.PREDICTED_GB: allocated, reserved, and outside the allocator."""
+    def figures(self) -> dict[str, Any]:
+        """What training compares with, as :func:`~d2_memfit.memory.figures_of_plan` says."""
         e = self.estimate
         outside = e.peak_allocated_gb + sum(e.outside.values()) - e.peak_reserved_gb
-        return [round(gb, 3) for gb in (e.peak_allocated_gb, e.peak_reserved_gb, outside)]
+        predicted = [round(gb, 3) for gb in (e.peak_allocated_gb, e.peak_reserved_gb, outside)]
+        return {"predicted_gb": predicted, "offloaded_gb": round(e.offloaded_gb, 3)}
 
 
 class Rung(NamedTuple):
@@ -444,8 +445,6 @@ class Ladder:
         settings["MEMFIT.BUDGET_GB"] = self._budget_gb
         if self._start.job.ranks == 1 or not self._has(nn.SyncBatchNorm, NaiveSyncBatchNorm):
             settings["MEMFIT.OOM.POLICY"] = "split"  # recovery cannot have both
-        if offloaded_gb := round(dry_job.offloaded_bytes / GB, 3):
-            settings["MEMFIT.PLAN.OFFLOADED_GB"] = offloaded_gb
         objects = dry_job.objects_that_fit(self._budget_gb) if counts_objects and fits else None
         is_of_work = not {_OFFLOAD} & {*rung.names} and all(s.tier != "precision" for s in steps)
         return Plan(

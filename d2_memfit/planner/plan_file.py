@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Plans as text: a yacs config file, a LazyConfig file, or overrides, and the way back."""
 
+import json
 from pathlib import Path
 from typing import Any, Union
 
@@ -12,6 +13,7 @@ from ..common.reading import SafeLoader
 from ..config.lazy import overrides_of
 from ..config.load import get_cfg, with_memfit_keys, with_settings
 from ..job import Job, LazyParts, with_overrides
+from ..memory import FIGURES
 from .plan import Plan
 from .text import describe_plan
 
@@ -34,12 +36,8 @@ def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
-    """The plan's settings, and those of a config that has its plan."""
-    return {
-        **plan.settings,
-        "MEMFIT.PLAN.ENABLED": False,
-        "MEMFIT.PLAN.PREDICTED_GB": plan.predicted_gb,
-    }
+    """The plan's settings, without planning again."""
+    return {**plan.settings, "MEMFIT.PLAN.ENABLED": False}
 
 
 def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
@@ -48,7 +46,7 @@ def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
     For a yacs config it is a complete config file for ``tools/train_net.py --config-file``, with
     all differences from the defaults. For a LazyConfig it holds overrides.
     """
-    comment = _comment(plan)
+    comment = f"{_comment(plan)}{FIGURES}{json.dumps(plan.figures)}\n"
     if isinstance(cfg, DictConfig):
         return comment + yaml.safe_dump(overrides_of(_settings(plan)), sort_keys=False)
     of_plan = {"VERSION", *_settings(plan)}

@@ -19,7 +19,7 @@ from ..common.checks import check_positive_number, or_none
 from ..common.units import GB
 from ..data.sizes import shorter_sides
 from ..errors import HostMemoryError
-from ..memory import available_host_bytes
+from ..memory import available_host_bytes, figures_of_plan
 from .technique import Technique
 
 __all__ = ["HostBudget", "SharedDataset", "SharedList", "loader_bytes", "workers_bytes"]
@@ -53,7 +53,8 @@ class HostBudget(Technique):
     def apply(self, cfg: CfgNode, budget_gb: float) -> CfgNode:
         own_bytes = psutil.Process().memory_info().rss
         budget = min(budget_gb * GB, available_host_bytes() + own_bytes)
-        left = budget / comm.get_local_size() - own_bytes - cfg.MEMFIT.PLAN.OFFLOADED_GB * GB
+        offloaded_gb = figures_of_plan(cfg.OUTPUT_DIR).get("offloaded_gb", 0.0)
+        left = budget / comm.get_local_size() - own_bytes - offloaded_gb * GB
         wanted, each = cfg.DATALOADER.NUM_WORKERS, worker_bytes(cfg, comm.get_world_size())
         workers = max(0, min(wanted, int(left // each)))
         text = (

@@ -132,12 +132,12 @@ def test_what_is_parsed_has_types_and_is_made_once():
     cfg.MEMFIT.NORMALIZERS.LOSSES = [["loss_mask*", "objects"], ["loss_total", "sum"]]
     job = Job.from_cfg(cfg, 2)
     assert (job.geometry.images_per_batch, job.geometry.window) == (2, 6)
-    assert job.recovery.last_resort == "skip"
-    assert list(job.normalizers.losses[1]) == ["loss_total", "sum"]
+    assert job.settings.recovery.last_resort == "skip"
+    assert list(job.settings.normalizers.losses[1]) == ["loss_total", "sum"]
     assert job.with_settings({"MEMFIT.MICRO_BATCH": 1}).geometry.largest_micro_batch == 1
     assert not cfg.is_frozen()
     other = job.with_settings({"MEMFIT.OOM.POLICY": "raise"})
-    assert (other.recovery, job.recovery.last_resort) == (None, "skip")
+    assert (other.settings.recovery, job.settings.recovery.last_resort) == (None, "skip")
 
 
 def test_an_evaluation_does_not_read_the_keys_of_training():

@@ -33,6 +33,7 @@ from d2_memfit.engine.hooks import (
 from d2_memfit.engine.oom_log import observed
 from d2_memfit.engine.run_state import GatherStates
 from d2_memfit.job import Job
+from d2_memfit.memory import FIGURES
 
 pytestmark = pytest.mark.slow
 
@@ -205,7 +206,8 @@ def train(tmp_path):
         cfg = tiny_cfg("retinanet", fpn=False)
         cfg.DATASETS.TEST, cfg.OUTPUT_DIR = (), str(tmp_path)
         cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.MAX_ITER = 2, max_iter
-        cfg.MEMFIT.PLAN.PREDICTED_GB = [0.3, 0.4, 0.5]
+        figures = json.dumps({"predicted_gb": [0.3, 0.4, 0.5]})
+        (tmp_path / "memfit_plan.yaml").write_text(f"{FIGURES}{figures}\n")
         Taking(cfg).train()
 
     return run

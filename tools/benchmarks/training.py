@@ -27,7 +27,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventStorage
 from pages import markdown_table
 
-from d2_memfit import AccumulatingTrainer
+from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.common.units import MB
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.config.load import load_cfg
@@ -127,14 +127,15 @@ def now() -> float:
 
 def settings(names: Any) -> list[Any]:
     """Keys and values that turn techniques on."""
-    cfg = load_cfg(CONFIG, ["INPUT.MASK_FORMAT", "bitmask"])
-    on = [get_technique(name).enabling_settings(cfg) for name in names]
+    job = Job.from_cfg(load_cfg(CONFIG, ["INPUT.MASK_FORMAT", "bitmask"]), 1)
+    model = job.build_model("cpu", announce=False)
+    on = [get_technique(name).settings(job, model) for name in names]
     return [x for item in on for pair in item.items() for x in pair]
 
 
 def exact_techniques_of_one_rank() -> list[str]:
     """The exact techniques for a model on one device."""
-    names = [name for name, t in sorted(TECHNIQUES) if t.tier == "exact" and t.part == "model"]
+    names = [t.name for t in TECHNIQUES if t.tier == "exact" and t.part == "model"]
     return [n for n in names if HAS_GPU or n != "ActivationOffload"]  # else the host is the device
 
 
