@@ -67,12 +67,12 @@ def test_a_resume_takes_the_files_that_are_there(tmp_path):
     assert parts_of(tmp_path, coco_of(40), resume=True) == before
 
 
-def test_the_files_of_another_share_stay(tmp_path):
+def test_the_files_of_another_share_are_not_replaced(tmp_path):
     coco = coco_of(10)
-    before = parts_of(tmp_path, coco)
-    assert parts_of(tmp_path, coco) == before
-    with pytest.raises(ConfigError, match=r"train\.json exists: move it"):
+    parts_of(tmp_path, coco)
+    with pytest.raises(ConfigError, match=r"train\.json exists: move it, or name another"):
         parts_of(tmp_path, coco, 0.5)
+    assert parts_of(tmp_path, coco)
     (tmp_path / "train.json").write_text(json.dumps(coco))
     with pytest.raises(ConfigError, match=r"train\.json is the file .*train\.json, which this"):
         hold_out([["coins", str(tmp_path / "train.json"), "images"]], 0.5, str(tmp_path), False)
