@@ -249,7 +249,7 @@ FILES = {
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["MEMFIT.OPTIMIZER.ZERO", True], "MEMFIT.OPTIMIZER.ZERO shares optimizer states"),
+        (["MEMFIT.OPTIMIZER.ZERO", True], "MEMFIT.OPTIMIZER.ZERO shares memory among ranks"),
         (["MODEL.WEIGHTS", "BROKEN.pth"], "cannot read the checkpoint"),
         (["--coco", "other", "EMPTY.json", "no"], "dataset other is empty"),
         (["--resume"], "cannot read the checkpoint"),
