@@ -217,7 +217,7 @@ def test_a_lazy_config_is_named_by_its_file(write, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("--output plan.py")
     plan = tmp_path / "plan.py"
     main([*options, "--output", str(plan)])
-    assert "'train.memfit.plan.predicted_gb'" in plan.read_text()
+    assert "'train.memfit.plan.enabled': False" in plan.read_text()
     capsys.readouterr()
     error = refused(capsys, lazy, "--config-file", str(file), "--trainer", "tiny:tiny_model")
     assert "--trainer only works with yaml configs" in error

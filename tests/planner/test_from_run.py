@@ -103,7 +103,7 @@ def test_a_long_run_that_took_less_is_believed(cfg, keep):
         ({"family": "another"}, "it trained another model"),
         ({"had_errors": True}, "it ran out of memory"),
         ({"here": {"device": "another"}}, "it had another device, or other software"),
-        ({"predicted_gb": []}, "it has no memfit_plan"),
+        ({"predicted_gb": []}, "has no plan"),
     ],
 )
 def test_a_run_of_something_else_is_an_error(cfg, values, reason, keep):

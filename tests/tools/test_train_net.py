@@ -2,6 +2,7 @@
 """tools/train_net.py as users run it: as a process where that matters, else as a call."""
 
 import json
+import logging
 import sys
 from pathlib import Path
 
@@ -258,8 +259,9 @@ FILES = {
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_line_and_leaves_the_output_alone(
-    arguments, tmp_path, capsys, extra, message
+    arguments, tmp_path, capsys, monkeypatch, extra, message
 ):
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # the streams of earlier tests
     output_dir = tmp_path / "output"
     output_dir.mkdir()
     (output_dir / "config.yaml").write_text(tiny_cfg(fpn=False).dump())
