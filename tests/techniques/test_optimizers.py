@@ -16,7 +16,7 @@ from d2_memfit.config.settings import check_settings
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.steps import Session
 from d2_memfit.techniques.optimizer import ShardedOptimizer
-from d2_memfit.techniques.registry import apply_techniques
+from d2_memfit.techniques.registry import apply_techniques, get_technique
 
 pytestmark = pytest.mark.slow
 
@@ -120,14 +120,10 @@ class FullModelClipping(torch.optim.SGD):
         return super().step(closure)
 
 
-def shard_one_with_a_step_of_its_own(rank):
-    model = torch.nn.Linear(3, 3)
+def test_an_optimizer_that_clips_all_gradients_together_is_not_shared():
+    optimizer = FullModelClipping(torch.nn.Linear(3, 3).parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"ZERO: the step of FullModelClipping is not PyTorch's"):
-        ShardedOptimizer(FullModelClipping(model.parameters(), lr=0.1))
-
-
-def test_an_optimizer_that_clips_all_gradients_together_is_not_shared(two_ranks):
-    two_ranks.run(shard_one_with_a_step_of_its_own)
+        get_technique("ShardedOptimizerStates").apply(optimizer, True)
 
 
 def ask_for_states_that_are_not_gathered(rank):
