@@ -41,7 +41,7 @@ def estimate(args: argparse.Namespace) -> None:
         _print(args, inference, str(inference), "", "")
         return
     progress = show_progress if sys.stderr.isatty() else str  # its output has nothing else
-    dry_job = dry_job_of(job, device, not args.training_only, args.probe, args.run, progress)
+    dry_job = dry_job_of(job, device, not args.training_only, args.probe, progress)
     estimate, budget_gb = dry_job.estimate(), job.budget_gb
     if budget_gb is not None and not args.probe:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
@@ -73,7 +73,6 @@ def plan(args: argparse.Namespace) -> None:
         evaluates=not args.training_only,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         counts_objects=True,
-        run=args.run,
     )
     answer, details = answer_of_plan(plan), describe_plan(plan)
     next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)
@@ -86,7 +85,7 @@ def plan(args: argparse.Namespace) -> None:
             ("without the plan", job),
             ("with the plan", job.with_settings(plan.settings)),
         ):
-            dry_job = dry_job_of(of_step, device, evaluates=False, run=args.run)
+            dry_job = dry_job_of(of_step, device, evaluates=False)
             steps[name] = dry_job.device.events(dry_job.training)
         write_page(args.html, f"A plan for {plan.budget_gb:.4g} GB", texts, steps, plan.budget_gb)
     if args.output is not None and plan.fits:
@@ -122,8 +121,6 @@ def with_notes(args: argparse.Namespace, answer: str, details: str) -> tuple[str
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of a command."""
     cfg = load_config(args)
-    if args.probe and args.run:
-        raise ConfigError("--probe and --run: a measurement is not corrected, give one of them")
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     card = find_card(args.card or "")

@@ -30,7 +30,7 @@ _Args = tuple[Any, ...]  # arguments of an operator
 _Kwargs = dict[str, Any]
 _Tensors = list[torch.Tensor]  # among the arguments, or in the result
 
-aten = torch.ops.aten
+aten, torchvision = torch.ops.aten, torch.ops.torchvision
 # cuda_as_cpu would replace them, which takes time.
 _empty, _empty_strided = torch.empty, torch.empty_strided
 
@@ -172,6 +172,10 @@ class DryRun(OwnerMeter):
             for gradient in result[:2]:  # of the data, and of the filter
                 if gradient is not None:
                     self._note_workspace(args[1], args[2], args[0], args[1:])
+        elif func is torchvision.deform_conv2d.default:
+            self._note_columns(*args[:2], result, with_mask=args[-1])
+        elif func is torchvision._deform_conv2d_backward.default:
+            self._note_columns(*args[1:3], args[0], with_mask=args[-1])
 
     def _note_workspace(
         self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: _Args
@@ -185,6 +189,19 @@ class DryRun(OwnerMeter):
         if weight.shape[2:] == (3, 3) and {*args[3]} == {1} and args[8] == 1:
             most_bytes = 9 * (x.nbytes + y.nbytes) // 4 + 4 * weight.nbytes
         self.timeline.events.append(Workspace(num_bytes, self.phase, max(most_bytes, num_bytes)))
+
+    def _note_columns(
+        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, with_mask: bool
+    ) -> None:
+        """Note the buffers of Detectron2's deform_conv_cuda.cu.
+
+        They are columns of an image; without a mask, of up to 64 images, and a copy of the result.
+        """
+        most = 1 if with_mask else max(n for n in range(1, 65) if len(x) % n == 0)
+        pixels = most * math.prod(y.shape[2:])
+        columns = x.shape[1] * math.prod(weight.shape[2:]) * pixels * x.element_size()
+        num_bytes = columns + (0 if with_mask else y.nbytes)
+        self.timeline.events.append(Workspace(num_bytes, self.phase, num_bytes))
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         super()._count(storage)

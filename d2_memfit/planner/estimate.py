@@ -29,7 +29,6 @@ from ..memory import segments_expand
 from ..techniques.host import loader_bytes
 from .device import DeviceModel, DeviceUse
 from .errors import one_line_errors
-from .from_run import as_in_run
 from .probe import check_probe, measured_uses
 from .steps import Session
 from .timeline import Allocate, Timeline
@@ -56,7 +55,6 @@ class MemoryEstimate:
 
     Attributes:
         device: description of the device.
-        from_run: a line about the earlier run that corrects the estimate; "" without one.
         num_gpus: ranks that train together.
         images_per_gpu: images in a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
         micro_batch_size: images in one forward.
@@ -91,7 +89,6 @@ class MemoryEstimate:
     """
 
     device: str
-    from_run: str
     num_gpus: int
     images_per_gpu: int
     micro_batch_size: int
@@ -409,7 +406,6 @@ class DryJob:
         outside, (_, of_context) = total - use.allocated_bytes, self.device.margin
         return MemoryEstimate(
             device=self.device.description,
-            from_run=self.device.from_run,
             num_gpus=geometry.ranks,
             images_per_gpu=geometry.images_per_batch,
             micro_batch_size=geometry.largest_micro_batch,
@@ -543,7 +539,6 @@ def estimate_memory(
     probe: bool = False,
     *,
     evaluates: bool = True,
-    run: Optional[Union[str, Path]] = None,
     **given: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of a job without a GPU, by a dry run of its largest iteration.
@@ -557,19 +552,17 @@ def estimate_memory(
             machine's GPU, else a current CUDA card.
         probe: run the iteration on this machine's GPU, and measure it.
         evaluates: whether to include evaluation, or training alone.
-        run: OUTPUT_DIR of an earlier run of this model on this machine. Its peaks correct the
-            estimate.
         given: ``trainer=`` the class that trains, with the ``build_*`` methods of
             ``DefaultTrainer``; and, in place of what the job's own mapper makes from the largest
             images of its datasets, ``batch=``, ``image_size=`` or ``num_instances=``, as for
             :meth:`Job.from_cfg`.
 
     Raises:
-        ConfigError: a value in the config cannot work, its model cannot be built, there is no GPU
-            to probe, or ``run`` says nothing about the job.
+        ConfigError: a value in the config cannot work, its model cannot be built, or there is no
+            GPU to probe.
     """
     job = Job.from_any(cfg, ranks=num_gpus, **given)
-    return dry_job_of(job, device, evaluates, probe, run).estimate()
+    return dry_job_of(job, device, evaluates, probe).estimate()
 
 
 def dry_job_of(
@@ -577,14 +570,11 @@ def dry_job_of(
     device: Optional[Union[str, Path, DeviceModel]] = None,
     evaluates: bool = True,
     probe: bool = False,
-    run: Optional[Union[str, Path]] = None,
     progress: Callable[[str], Any] = str,
 ) -> DryJob:
     """Make the :class:`DryJob` of :func:`estimate_memory`, with its arguments."""
     if not isinstance(device, DeviceModel):
         device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
-    if run is not None:
-        device = as_in_run(device, job, run)
     dry_job = DryJob(job, device, evaluates, progress)
     if probe:
         dry_job.probe()

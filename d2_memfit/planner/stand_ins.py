@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from itertools import chain
-from types import FunctionType
 from typing import Any, Optional
 
 import torch
@@ -50,8 +49,6 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (torch.Tensor, dict.fromkeys(_METHODS, _on_cpu)),
         (torch.Tensor, {"cuda": _keep, "pin_memory": _keep, "record_stream": _answer(None)}),
         (torch, dict.fromkeys(_FUNCTIONS, _on_cpu)),
-        (torch.fft, dict.fromkeys(("fftfreq", "rfftfreq"), _on_cpu)),
-        (torch.nested, {"nested_tensor": _on_cpu}),
         (DeviceContext, {"__init__": _on_cpu}),  # with torch.device("cuda")
         (torch, {"is_autocast_enabled": _asked_of_cpu, "get_autocast_dtype": _on_cpu}),
         (torch, {"get_autocast_gpu_dtype": lambda _: lambda: torch.get_autocast_dtype("cpu")}),
@@ -65,11 +62,9 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (cuda, dict.fromkeys(("current_stream", "default_stream"), _answer(_Stream()))),
         (cuda, dict.fromkeys(("Stream", "Event"), _other(_Stream))),
         (cuda, dict.fromkeys(("device", "device_of", "stream"), _answer(nullcontext()))),
-        (cuda.nvtx, dict.fromkeys(("mark", "range_pop", "range_push"), _answer(None))),
-        (cuda.nvtx, {"range": _answer(nullcontext())}),
         (cuda, {name: _other(getattr(torch, name)) for name in _TENSOR_TYPES}),
         (DistributedDataParallel, {"__init__": _without_devices}),
-        (torch, {"compile": _compile_later}),
+        (torch, {"compile": _other(_not_compiled)}),
     ]
 
 
@@ -139,22 +134,9 @@ def _without_devices(init: Callable[..., None]) -> Callable[..., None]:
     return init_on_cpu
 
 
-def _compile_later(compile: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile functions when they are called: bitsandbytes has some that nobody calls."""
-
-    @wraps(compile)
-    def compile_when_called(model: Any = None, **options: Any) -> Any:
-        if not isinstance(model, FunctionType):
-            return compile(model, **options)
-        made = cache(lambda: compile(model, **options))
-
-        @wraps(model)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return made()(*args, **kwargs)
-
-        return run
-
-    return compile_when_called
+def _not_compiled(model: Any = None, **options: Any) -> Any:
+    """``torch.compile`` that changes nothing: PyTorch's compiler would see our functions."""
+    return (lambda model: model) if model is None else model
 
 
 def _asked_of_cpu(function: Callable[[str], bool]) -> Callable[..., bool]:

@@ -25,10 +25,10 @@ from .dry_run import DryRun, WithoutValues, noted_calls
 from .matching import fast_matching
 from .meta import make_fake
 from .stand_ins import casts_of_cuda, cuda_as_cpu
-from .timeline import Allocate, Timeline
+from .timeline import Timeline
 from .worst_outputs import detect_most, worst_case
 
-__all__ = ["Session", "build", "build_with_values", "infer", "iterate", "that_work"]
+__all__ = ["Session", "build_with_values", "infer", "iterate", "that_work"]
 
 _LARGE_BYTES = 2**20  # larger images are made fake
 
@@ -47,11 +47,9 @@ class Session:
         model: the model, with the job's techniques.
         gradient_bytes: bytes of all gradients.
         fixed_bytes: the same with parameters, buffers, optimizer states and DDP's buckets.
-        images: number of images in each dry run of a training step.
     """
 
     def __init__(self, job: Job, like_gpu: bool = True, foreach: bool = True) -> None:
-        self.images: list[int] = []
         self._job, self._like_gpu = job, like_gpu
         with self._started():
             with WithoutValues():
@@ -70,8 +68,8 @@ class Session:
                     self._run.own("DDP buckets", self._buckets)
                 self._make_gradients()
                 self._optimizer.step()
-        self._forget_what_is_gone()
-        self.fixed_bytes = sum(self._run.timeline.changes_bytes())
+        self._begin_timeline()
+        self.fixed_bytes = sum(change.num_bytes for change in self._run.timeline.changes())
 
     def train(self, *micro_batches: Any, accumulates: bool = False) -> Timeline:
         """Make a dry run of an iteration in which optimizer states and DDP's buckets exist.
@@ -82,7 +80,6 @@ class Session:
         """
         precision = self._job.precision("cpu")
         micro_batches = copy_of(micro_batches)  # a caller's would stay on the device
-        self.images += map(len, micro_batches)
         casts = casts_of_cuda() if self._like_gpu else ()
         with self._running(micro_batches, casts) as run, noted_calls(self.model, run):
             self.model.train()
@@ -93,7 +90,7 @@ class Session:
                 self.model, self._optimizer, precision, micro_batches, loss_fn, note
             ):
                 run.phase = phase
-        return self._forget_what_is_gone()
+        return self._begin_timeline()
 
     def evaluate(self, batch: Any) -> Timeline:
         """Make a dry run of an evaluation between two training iterations."""
@@ -107,7 +104,7 @@ class Session:
                 infer(self.model, self._job, batch, run.timeline.notes.append)
             run.timeline.host_bytes = host.peak_bytes if self._like_gpu else 0
             run.counts = "device"
-        return self._forget_what_is_gone()
+        return self._begin_timeline()
 
     @contextmanager
     def _started(self, stand_ins: Groups = ()) -> Iterator[None]:
@@ -119,7 +116,7 @@ class Session:
     @contextmanager
     def _running(self, micro_batches: Sequence[Any], stand_ins: Groups) -> Iterator[DryRun]:
         """A dry run whose inputs are on the device. Gradients exist before and after it."""
-        self._forget_what_is_gone()
+        self._begin_timeline()
         inputs = tensors_of(micro_batches)
         with self._started(stand_ins), self._run as run, fast_matching(self.model, run):
             run.phase = "setup"
@@ -136,13 +133,10 @@ class Session:
             p.grad = make_fake(torch.zeros_like(p))
             self._run.own("gradients", p.grad)
 
-    def _forget_what_is_gone(self) -> Timeline:
+    def _begin_timeline(self) -> Timeline:
         """Begin a timeline with what is left of the one before, which is returned."""
         before = self._run.timeline
-        left = Timeline(before.events)
-        left.forget_what_is_gone()
-        left.events = [event for event in left.events if isinstance(event, Allocate)]
-        self._run.timeline = left
+        self._run.timeline = Timeline(before.left())
         return before
 
 
@@ -178,18 +172,6 @@ def infer(
     ready = ready_to_evaluate(model, job.cfg, announce=False)
     with torch.no_grad(), ready, worst_case(model, note):
         detect_most(model, batch, note)
-
-
-def build(job: Job) -> tuple[nn.Module, Optimizer]:
-    """Build model and optimizer with the job's techniques, on the CPU and without values.
-
-    Raises:
-        ConfigError: a technique does not work with them.
-    """
-    with _as_on_gpu(), WithoutValues():
-        model, optimizer = build_with_values(job, "cpu")
-        with ready_to_evaluate(model, job.cfg, announce=False):
-            return model, optimizer
 
 
 def that_work(job: Job, names: Sequence[str]) -> Iterator[str]:

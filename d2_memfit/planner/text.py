@@ -92,7 +92,6 @@ def describe_estimate(e: MemoryEstimate) -> str:
     offload = f", {e.offloaded_gb:.1f} of it for the offload" if e.offloaded_gb else ""
     lines = [
         f"{e.device}, {e.num_gpus} {'GPU' if is_gpu else 'process'}(s)",
-        e.from_run,
         f"Each iteration: {e.images_per_gpu * e.accumulation_steps} images per "
         f"{_each(e).split()[-1]}, in micro-batches of {e.micro_batch_size}",
         f"The largest images: {height} x {width} pixels{objects}",

@@ -29,7 +29,6 @@ MOVES = {
     "arange": lambda: torch.arange(3, device=torch.device("cuda")),
     "ones_like": lambda: torch.ones_like(X, device="cuda"),
     "new_zeros": lambda: X.new_zeros(2, device="cuda"),
-    "fftfreq": lambda: torch.fft.fftfreq(3, device="cuda"),
     "a type": lambda: torch.cuda.FloatTensor([1.0]),
     "pin_memory": lambda: X.pin_memory(),
 }
