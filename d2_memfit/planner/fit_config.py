@@ -29,7 +29,7 @@ from .device import DeviceModel
 from .errors import one_line_errors
 from .plan import plan_memory
 from .plan_file import budget_in, planned, planned_yaml
-from .text import describe_plan, why_it_does_not_fit
+from .text import answer_of_plan, describe_plan
 
 __all__ = ["fit_config"]
 
@@ -137,9 +137,10 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         progress=lambda line: logger.info("Planning: %s", line),
         prefer=job.cfg.MEMFIT.PLAN.PREFER,
     )
-    logger.info("Plan for MEMFIT.BUDGET_GB %.4g:\n%s", plan.budget_gb, describe_plan(plan))
+    answer, budget = answer_of_plan(plan), f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}"
+    logger.info("Plan for %s:\n%s\n\n%s", budget, answer, describe_plan(plan))
     if not plan.fits:
-        raise ConfigError(why_it_does_not_fit(plan))
+        raise ConfigError(f"{budget}: {'. '.join(answer.splitlines())}")
     text = f"{_KEY}{key}\n{planned_yaml(cfg, plan)}"
     with output_file(path, "w") as file:
         file.write(text)

@@ -15,7 +15,7 @@ from d2_memfit.planner.estimate import DryJob, dry_job_of
 from d2_memfit.planner.plan import Ladder
 from d2_memfit.planner.plan_file import planned_config
 from d2_memfit.planner.steps import Session
-from d2_memfit.planner.text import describe_plan, why_it_does_not_fit
+from d2_memfit.planner.text import answer_of_plan, describe_plan
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_what_does_not_fit_says_the_smallest_budget_which_then_fits(mask):
     assert p.settings["MEMFIT.CHECKPOINT.MODULES"] == ["all"]
     assert p.settings["MEMFIT.OFFLOAD.MODULES"] == ["*"]
     assert p.time_factor is None  # copies to the host decide
-    said = re.search(r"The smallest budget is ([\d.]+) GB", why_it_does_not_fit(p))
+    said = re.search(r"needs a budget of ([\d.]+) GB", answer_of_plan(p))
     assert float(said[1]) == p.smallest_budget_gb
     assert "one image needs" in p.obstacle
     assert plan(mask, p.smallest_budget_gb, allow=["exact"]).fits

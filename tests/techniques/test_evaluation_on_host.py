@@ -143,7 +143,7 @@ def test_an_estimate_states_device_and_host_for_100_queries_at_20_megapixels():
     assert on_host.evaluation_gb < 0.05
     assert on_host.evaluation_host_gb == pytest.approx(masks_gb, rel=0.01)
     assert "0.0 in evaluation with 37.2 of the host for masks" in answer_of_estimate(on_host)
-    assert "evaluation, on the host" in describe_estimate(on_host)
+    assert "evaluation host, GB" in describe_estimate(on_host)
 
 
 class OnDevice(torch.Tensor):
