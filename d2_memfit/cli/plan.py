@@ -12,7 +12,6 @@ from ..common.files import output_file
 from ..config.cards import find_card
 from ..errors import ConfigError
 from ..job import Job
-from ..memory import use_expandable_segments
 from ..planner.estimate import dry_job_of
 from ..planner.plan import plan_memory
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
@@ -41,9 +40,9 @@ def estimate(args: argparse.Namespace) -> None:
         _print(args, inference, str(inference), "", "")
         return
     progress = show_progress if sys.stderr.isatty() else str  # its output has nothing else
-    dry_job = dry_job_of(job, device, not args.training_only, args.probe, progress)
+    dry_job = dry_job_of(job, device, not args.training_only, progress)
     estimate, budget_gb = dry_job.estimate(), job.budget_gb
-    if budget_gb is not None and not args.probe:
+    if budget_gb is not None:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
     fits = budget_gb is not None and dry_job.fits(budget_gb)
     answer = answer_of_estimate(estimate, budget_gb, fits)
@@ -69,7 +68,6 @@ def plan(args: argparse.Namespace) -> None:
         allow=args.allow.split(",") if args.allow else job.cfg.MEMFIT.PLAN.ALLOW,
         device=device,
         progress=show_progress,
-        probe=args.probe,
         evaluates=not args.training_only,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         counts_objects=True,
@@ -121,8 +119,6 @@ def with_notes(args: argparse.Namespace, answer: str, details: str) -> tuple[str
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of a command."""
     cfg = load_config(args)
-    if args.probe:
-        use_expandable_segments()  # as in training under a budget, and before CUDA is started
     card = find_card(args.card or "")
     return cfg, job_of(args, cfg), args.device or (card.device if card else None)
 

@@ -94,10 +94,9 @@ def _advice(error: Exception) -> str:
         return "Install what is missing"
     if re.search(_NEEDS_GPU, str(error)):
         return (
-            "It needs a GPU or an operator that is not compiled here: build the project's "
-            "operators, or measure on a GPU, with --probe"
+            "It needs a GPU or an operator that is not compiled here: build the project's operators"
         )
     return (
         "If the project's own training runs in this environment, its batch differs: give one, with "
-        "--batch MODULE:FUNCTION; or measure on a GPU, with --probe"
+        "--batch MODULE:FUNCTION"
     )

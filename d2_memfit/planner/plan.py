@@ -118,7 +118,6 @@ def plan_memory(
     allow: Sequence[str] = ("exact", "precision"),
     device: Optional[Union[str, Path, DeviceModel]] = None,
     progress: Callable[[str], None] = lambda line: None,
-    probe: bool = False,
     *,
     evaluates: bool = True,
     prefer: str = "exact",
@@ -133,7 +132,6 @@ def plan_memory(
         budget_gb: device memory for the whole process, in GB of 2^30 bytes.
         allow: tiers that may be used, of "exact", "precision" and "recipe".
         progress: called with a line before each dry run.
-        probe: whether to measure the final plan on this machine's GPU.
         cfg, num_gpus, device, evaluates, given: as for :func:`~d2_memfit.estimate_memory`.
         prefer: "exact", or "speed" for mixed precision first, where the card is faster with it.
         counts_objects: whether to tell how many objects fit.
@@ -154,7 +152,7 @@ def plan_memory(
     if is_more and (warning := why_no_card_has(budget_gb)):
         logger.warning(warning)
     ladder = Ladder(start, budget_gb, [tier for tier in TIERS if tier in allow], prefer, progress)
-    return ladder.plan(probe, counts_objects and not probe)
+    return ladder.plan(counts_objects)
 
 
 class Ladder:
@@ -420,11 +418,10 @@ class Ladder:
             self._progress(f"{name} is left out: {e}")
             return False
 
-    def plan(self, probe: bool = False, counts_objects: bool = False) -> Plan:
+    def plan(self, counts_objects: bool = False) -> Plan:
         """Make the plan.
 
         Args:
-            probe: whether to measure it on this machine's GPU.
             counts_objects: whether to tell how many objects fit.
         """
         found = self.search()
@@ -432,10 +429,10 @@ class Ladder:
         rung, dry_job = self._dry_job(rung)
         if num_images < self._start.num_images:
             dry_job = dry_job.with_images(num_images)
-        dry_job.probe() if probe else dry_job.whole()
+        dry_job.whole()
         budget = self._budget_gb * GB
         least = max(dry_job.budget_bytes(use) for use in dry_job.uses())
-        fits = found is not None and least <= budget
+        fits = found is not None
         must_allow: Sequence[str] = ()
         if not fits:
             must_allow = next(filter(self._would_fit, self._more_tiers()), ())
