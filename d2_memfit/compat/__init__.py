@@ -49,11 +49,6 @@ def has_compiled_ops() -> bool:
     return hasattr(_C, "COCOevalEvaluateImages")
 
 
-def pretended_compiled_ops() -> AbstractContextManager[Any]:
-    """While open, provide an empty ``detectron2._C`` to files of Detectron2 that are imported."""
-    return patch.object(detectron2, "_C", SimpleNamespace(), create=True)
-
-
 def after_backward(trainer: TrainerBase) -> None:
     """Call the hooks that main has for the time after the backward pass; v0.6 has none."""
     if hasattr(TrainerBase, "after_backward"):

@@ -9,19 +9,13 @@ the same name.
 import math
 import sys
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import torch
-from detectron2 import layers
-from detectron2.modeling.backbone import resnet
-from torch import nn
 from torchvision.ops import deform_conv2d
 
 from ..common.patching import Groups
-from ..compat import pretended_compiled_ops
 
 __all__ = ["compiled_operators"]
 
@@ -37,29 +31,11 @@ def compiled_operators() -> Groups:
     if _ATTENTION in sys.modules:
         attention = {"ms_deform_attn_forward": _attend, "ms_deform_attn_backward": _attend_backward}
         places.append((sys.modules[_ATTENTION], attention))
-    if not issubclass(deform_conv.DeformConv, nn.Module):
-        classes = {name: getattr(_source(), name) for name in ("DeformConv", "ModulatedDeformConv")}
-        places += [(layers, classes), (resnet, classes), (_source(), functions)]
     return [([file], {k: _by(f) for k, f in functions.items()}) for file, functions in places]
 
 
 def _by(new: Any) -> Callable[[Any], Any]:
     return lambda original: new
-
-
-@cache
-def _source() -> Any:
-    """The module of deformable convolutions, loaded as if its operators were compiled.
-
-    Without them, Detectron2's main branch has classes there that only raise.
-    """
-    spec = spec_from_file_location("detectron2.layers.deform_conv", deform_conv.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    with pretended_compiled_ops():
-        spec.loader.exec_module(module)
-    return module
 
 
 def _convolve(x: Any, offset: Any, weight: Any, *settings: Any) -> torch.Tensor:

@@ -114,19 +114,9 @@ class DryRun(OwnerMeter):
         self.phase = "setup"
         self.timeline = Timeline()
         self._inputs = inputs
-        self._is_paused = False
         self._allocations: dict[int, Allocation] = {}  # by the address of a storage
         self._modules: list[str] = []  # modules whose forwards run, the innermost last
         self._module_of_node: dict[int, str] = {}  # by its number
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While open, operators compute, and nothing is recorded."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
 
     def allocations_of(self, tensors: Any) -> set[Allocation]:
         """The recorded allocations of tensors, in any containers."""
@@ -139,8 +129,6 @@ class DryRun(OwnerMeter):
         if self._modules:  # the last node belongs to this operator
             last = next_autograd_node_number() - 1
             self._module_of_node.setdefault(last, self._modules[-1])
-        if self._is_paused:
-            return func(*args, **(kwargs or {}))
         num_events = len(self.timeline.events)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.timeline.events) > num_events:
@@ -238,20 +226,8 @@ class DryRun(OwnerMeter):
         self.own("inputs", self._inputs)
         for input_ in self._inputs:
             self._describe("", "input", input_)
-        self._name_what_is_of_parameters()
-
-    def _own_states(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        super()._own_states(optimizer, *args)
-        self._name_what_is_of_parameters()
-
-    def _name_what_is_of_parameters(self) -> None:
-        """Name parameters, buffers, gradients and optimizer states."""
-        optimizer = getattr(self._optimizer, "optim", self._optimizer)  # of a sharded one
-        states = {} if optimizer is None else optimizer.state
-        for name, p in [*self._model.named_parameters(), *self._model.named_buffers()]:
-            for what, tensors in (("", p), ("gradient", p.grad), ("state", states.get(p))):
-                for tensor in tensors_in(tensors):
-                    self._describe(name, what, tensor)
+        for name, p in self._model.named_parameters():
+            self._describe(name, "", p)
 
     def _describe(self, module: str, operator: str, tensor: Any) -> None:
         """Name an allocation, unless its module is known."""
@@ -325,9 +301,6 @@ def _moves_nothing(func: Any) -> bool:
 
 
 def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
-    if func is aten.resize_.default and is_fake(args[0]):
-        resized = _from_meta(torch.empty(args[1], dtype=args[0].dtype, device="meta"))
-        return args[0].set_(resized)
     if _moves_nothing(func):
         return func(*args, **kwargs)
     if func in _RANDOM_FILLS and args[0].nbytes >= _LARGE_BYTES:

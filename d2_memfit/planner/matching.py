@@ -18,7 +18,6 @@ from ..common.patching import (
     replaced_together,
     source_files,
 )
-from .dry_run import DryRun
 from .meta import is_fake, make_fake, make_real
 
 __all__ = ["fast_matching"]
@@ -28,7 +27,7 @@ _ON_OBJECTS = 256  # anchors: as many as RPN samples
 
 
 @contextmanager
-def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
+def fast_matching(model: nn.Module) -> Iterator[None]:
     """While open, record large matrices of box pairs without computing, and label any anchors.
 
     Hungarian matching takes any match. Predictions are invented, so none is better than another.
@@ -52,10 +51,9 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
         def match(self: Matcher, quality: Any) -> tuple[torch.Tensor, torch.Tensor]:
             matches, labels = call(self, quality)
             if quality.numel() >= _LARGE_MATRIX:  # a tensor, or one in chunks
-                with run.paused():
-                    matches.zero_()
-                    labels.fill_(min(self.labels, key=abs))[:_ON_OBJECTS] = 1
                 make_real((matches, labels))
+                matches.zero_()
+                labels.fill_(min(self.labels, key=abs))[:_ON_OBJECTS] = 1
             return matches, labels
 
         return match

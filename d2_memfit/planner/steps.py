@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
 from detectron2 import layers
@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 
 from ..common.patching import Groups
 from ..common.side_work import alone, no_information, unchanged_random_state
-from ..config.precision import Precision
 from ..errors import MemfitError
-from ..job import Job, LossFn, copy_of, is_image, losses_of, tensors_of
+from ..job import Job, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
 from ..techniques.registry import get_technique, ready_to_evaluate
 from .compiled_operators import compiled_operators
@@ -28,7 +27,7 @@ from .stand_ins import casts_of_cuda, cuda_as_cpu
 from .timeline import Timeline
 from .worst_outputs import detect_most, worst_case
 
-__all__ = ["Session", "build_with_values", "infer", "iterate", "that_work"]
+__all__ = ["Session", "build_with_values", "infer", "that_work"]
 
 _LARGE_BYTES = 2**20  # larger images are made fake
 
@@ -86,10 +85,15 @@ class Session:
             if not accumulates:
                 self.model.zero_grad(set_to_none=True)
             note, loss_fn = run.timeline.notes.append, self._job.parts.loss_fn
-            for phase in iterate(
-                self.model, self._optimizer, precision, micro_batches, loss_fn, note
-            ):
-                run.phase = phase
+            for batch in micro_batches:
+                run.phase = "forward"
+                with worst_case(self.model, note), precision.autocast():
+                    loss: Any = sum(losses_of(self.model, batch, loss_fn).values())
+                run.phase = "backward"
+                precision.backward(loss * (1 / len(micro_batches)))
+                del loss
+            run.phase = "optimizer"
+            precision.step(self._optimizer)
         return self._begin_timeline()
 
     def evaluate(self, batch: Any) -> Timeline:
@@ -118,7 +122,7 @@ class Session:
         """A dry run whose inputs are on the device. Gradients exist before and after it."""
         self._begin_timeline()
         inputs = tensors_of(micro_batches)
-        with self._started(stand_ins), self._run as run, fast_matching(self.model, run):
+        with self._started(stand_ins), self._run as run, fast_matching(self.model):
             run.phase = "setup"
             make_fake([t for t in inputs if t.nbytes >= _LARGE_BYTES and is_image(t)])
             run.own("inputs", inputs)
@@ -138,30 +142,6 @@ class Session:
         before = self._run.timeline
         self._run.timeline = Timeline(before.left())
         return before
-
-
-def iterate(
-    model: nn.Module,
-    optimizer: Optimizer,
-    precision: Precision,
-    micro_batches: Sequence[Any],
-    loss_fn: Optional[LossFn] = None,
-    note: Callable[[str], None] = lambda line: None,
-) -> Iterator[str]:
-    """Run an iteration with the most proposals possible; yield each phase before it begins.
-
-    Args:
-        note: called with a line about each part that may be larger in a real batch.
-    """
-    for batch in micro_batches:
-        yield "forward"
-        with worst_case(model, note), precision.autocast():
-            loss: Any = sum(losses_of(model, batch, loss_fn).values())
-        yield "backward"
-        precision.backward(loss * (1 / len(micro_batches)))
-        del loss
-    yield "optimizer"
-    precision.step(optimizer)
 
 
 def infer(
