@@ -9,12 +9,9 @@ uses private names of Detectron2, except those that a subclass inherits. Each na
 import importlib.util
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager
 from typing import Any, Callable, Optional
-from unittest.mock import patch
 
-import detectron2
 import torch.distributed as dist
 from detectron2.data.common import _MapIterableDataset
 from detectron2.data.samplers import TrainingSampler

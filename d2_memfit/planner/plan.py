@@ -184,11 +184,9 @@ class Ladder:
         self.left_out: list[str] = []
         self._start, self._budget_gb, self._tiers = start, budget_gb, tiers
         self._progress = progress
-        self._made: dict[Rung, tuple[dict[str, Any], Job]] = {Rung(): ({}, start.job)}
-        self._jobs = {Rung(): start}
+        self._made: dict[Rung, tuple[tuple[PlanStep, ...], DryJob]] = {Rung(): ((), start)}
         self._known = {Rung(): (Rung(), start)}
         self._evaluations: dict[tuple[str, ...], Optional[Timeline]] = {}
-        self._works: dict[str, list[str]] = {}
         is_faster = start.device.is_gpu and "precision" in tiers and self._is_usable(_AMP)
         self._first = (_AMP,) if prefer == "speed" and is_faster else ()
 
@@ -223,13 +221,13 @@ class Ladder:
             if tier in self._tiers:
                 smaller = tier == "recipe" and self._trains_batch_norm
                 harms += [_MICRO_BATCH] * (smaller and self._start.num_images > 1)
-                harms += [name for name in self._usable(tier) if name not in harms]
+                harms += [name for name in self._usable[tier] if name not in harms]
         return [tuple(harms[:i]) for i in range(len(self._first), len(harms) + 1)]
 
     def _levels(self, lead: tuple[str, ...]) -> list[Rung]:
         """Rungs with more and more of what is exact."""
         levels = [Rung(lead)]
-        exact = self._usable("exact") if "exact" in self._tiers else []
+        exact = self._usable["exact"] if "exact" in self._tiers else []
         late = (_CHECKPOINT, _HEADS, _OFFLOAD)
         names = lead + tuple(name for name in exact if name not in late)
         blocks: tuple[str, ...] = ()
@@ -246,13 +244,14 @@ class Ladder:
                 levels.append(Rung(names, blocks))
         return levels
 
-    def _usable(self, tier: str) -> list[str]:
-        """Names of a tier's techniques that work here, in their order."""
-        if tier not in self._works:
-            names = [t.name for t in TECHNIQUES if t.tier == tier and self._is_usable(t.name)]
-            with one_line_errors():
-                self._works[tier] = [*that_work(self._start.job, names)]
-        return self._works[tier]
+    @cached_property
+    def _usable(self) -> dict[str, list[str]]:
+        """Names of the techniques that work here, by tier, in their order."""
+        names = [t.name for t in TECHNIQUES if self._is_usable(t.name)]
+        with one_line_errors():
+            works = {*that_work(self._start.job, names)}
+        names = [name for name in names if name in works]
+        return {tier: [n for n in names if get_technique(n).tier == tier] for tier in TIERS}
 
     def _may_fit(self, level: Rung, free: Rung, least: int) -> bool:
         """Whether a job fits on a level; without a dry run, if its blocks save too little."""
@@ -278,7 +277,7 @@ class Ladder:
     def _fits(self, rung: Rung, num_images: int) -> bool:
         """Whether the job fits on a rung, by dry runs; evaluation is run once for all alike."""
         with suppress(MemfitError):  # if it cannot be built, what goes is found below
-            if self._job_on(rung).least_bytes > self._budget_gb * GB:
+            if self._with(rung)[1].least_bytes > self._budget_gb * GB:
                 return False
         rung, dry_job = self._dry_job(rung)
         key = tuple(filter(_matters_in_evaluation, rung.names))
@@ -305,7 +304,7 @@ class Ladder:
     def _dry_job(self, rung: Rung) -> tuple[Rung, DryJob]:
         """The job on a rung, without its last techniques if it does not run with them."""
         if rung not in self._known:
-            dry_job = self._job_on(rung)
+            _, dry_job = self._with(rung)
             try:
                 dry_job.whole(1) if self._least_images(rung.names) == 1 else dry_job.run(2)
                 self._known[rung] = rung, dry_job
@@ -313,15 +312,6 @@ class Ladder:
                 self._leave_out(f"{', '.join(rung.names)}: left out, {e}")
                 self._known[rung] = self._dry_job(_named(rung.names[:-1], rung.blocks))
         return self._known[rung]
-
-    def _job_on(self, rung: Rung) -> DryJob:
-        if rung not in self._jobs:
-            start, (_, job) = self._start, self._with(rung)
-            self._jobs[rung] = DryJob(job, start.device, start.evaluates, partial(self._say, rung))
-        return self._jobs[rung]
-
-    def _say(self, rung: Rung, line: str) -> None:
-        self._progress(", ".join([line, *rung.names]))
 
     def _leave_out(self, line: str) -> None:
         if line not in self.left_out:
@@ -385,31 +375,38 @@ class Ladder:
                     return chosen
         return rung
 
-    def _with(self, rung: Rung) -> tuple[dict[str, Any], Job]:
-        """The config keys of a rung and their values, and the job with them."""
+    def _with(self, rung: Rung) -> tuple[tuple[PlanStep, ...], DryJob]:
+        """The steps of a rung without micro-batches, and the job with them."""
         if rung not in self._made:
-            settings, job = self._with(_named(rung.names[:-1], rung.blocks))
-            new: dict[str, Any] = {}
-            if rung.names[-1] == _CHECKPOINT and rung.blocks:
-                new = {_BLOCKS: [*rung.blocks]}
-            elif rung.names[-1] != _MICRO_BATCH:
-                technique = get_technique(rung.names[-1])
-                new = technique.settings(job, self._start.session.model)
-            self._made[rung] = {**settings, **new}, job.with_settings(new)
+            *names, name = rung.names
+            start, (steps, before) = self._start, self._with(_named(names, rung.blocks))
+            if name != _MICRO_BATCH:
+                technique = get_technique(name)
+                new = technique.settings(before.job, start.session.model)
+                if name == _CHECKPOINT and rung.blocks:
+                    new = {_BLOCKS: [*rung.blocks]}
+                steps = (*steps, PlanStep(name, technique.tier, new, technique.changes))
+                job = before.job.with_settings(new)
+                before = DryJob(job, start.device, start.evaluates, partial(self._say, rung))
+            self._made[rung] = steps, before
         return self._made[rung]
+
+    def _say(self, rung: Rung, line: str) -> None:
+        self._progress(", ".join([line, *rung.names]))
 
     def _is_usable(self, name: str) -> bool:
         """Whether a technique can be turned on here, according to its settings."""
         technique, device, job = get_technique(name), self._start.device, self._start.job
-        needs = technique.needs
+        needs, why_not = technique.needs, ""
         if ("gpu" in needs and not device.is_gpu) or ("ranks" in needs and job.ranks < 2):
             return False
-        if "float16" in needs and device.float16_fails:
-            card = device.description
-            self._leave_out(f"{name}: left out, float16 is known to fail on {card}")
-            return False
-        if "float16" in needs and not (device.is_gpu or has_kernels_for_bfloat16()):
-            self._leave_out(f"{name}: left out, PyTorch has no fast 16 bits on this CPU")
+        if device.float16_fails:
+            why_not = f"float16 is known to fail on {device.description}"
+        elif not (device.is_gpu or has_kernels_for_bfloat16()):
+            why_not = "PyTorch has no fast 16 bits on this CPU"
+        if "float16" in needs and why_not:
+            if technique.tier in self._tiers:
+                self._leave_out(f"{name}: left out, {why_not}")
             return False
         try:
             settings = technique.settings(job, self._start.session.model)
@@ -474,21 +471,14 @@ class Ladder:
         return [TIERS[:i] for i in range(1, len(TIERS) + 1) if not {*TIERS[:i]} <= {*self._tiers}]
 
     def _steps(self, rung: Rung, num_images: int) -> tuple[PlanStep, ...]:
-        steps = []
-        if num_images < self._start.num_images:
-            tier, what = "exact", ""
-            if self._trains_batch_norm:
-                tier, what = "recipe", "the images in BatchNorm's statistics"
-            steps.append(PlanStep(_MICRO_BATCH, tier, {"MEMFIT.MICRO_BATCH": num_images}, what))
-        for i, name in enumerate(rung.names):
-            if name != _MICRO_BATCH:
-                before, now = (
-                    self._with(_named(rung.names[:n], rung.blocks))[0] for n in (i, i + 1)
-                )
-                new = {k: v for k, v in now.items() if k not in before or before[k] != v}
-                technique = get_technique(name)
-                steps.append(PlanStep(name, technique.tier, new, technique.changes))
-        return tuple(steps)
+        steps, _ = self._with(rung)
+        if num_images == self._start.num_images:
+            return steps
+        tier, what = "exact", ""
+        if self._trains_batch_norm:
+            tier, what = "recipe", "the images in BatchNorm's statistics"
+        settings = {"MEMFIT.MICRO_BATCH": num_images}
+        return PlanStep(_MICRO_BATCH, tier, settings, what), *steps
 
     def _obstacle(self, dry_job: DryJob, num_images: int) -> str:
         """A line about what stands in the way, and what would change it."""
@@ -500,8 +490,6 @@ class Ladder:
                 f"BatchNorm is trained: the {num_images} images of one GPU cannot be split, and "
                 f"need {gb:.2f} GB. One image on each of {num_images} GPUs needs {one:.2f} GB"
             )
-        if dry_job.evaluation_decides:
-            return "Evaluation of one image takes more memory than training"
         owner, num_bytes = use.breakdown.most_common(1)[0]
         images = "one image needs" if num_images == 1 else f"{num_images} images need"
         return (

@@ -18,7 +18,7 @@ from ..common.side_work import alone, no_information, unchanged_random_state
 from ..errors import MemfitError
 from ..job import Job, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
-from ..techniques.registry import get_technique, ready_to_evaluate
+from ..techniques.registry import TIERS, get_technique, ready_to_evaluate
 from .compiled_operators import compiled_operators
 from .dry_run import DryRun, WithoutValues, noted_calls
 from .matching import fast_matching
@@ -155,17 +155,20 @@ def infer(
 
 
 def that_work(job: Job, names: Sequence[str]) -> Iterator[str]:
-    """The techniques that can be applied to the model and the optimizer of a job."""
+    """The techniques that can be applied to the model and the optimizer of a job.
+
+    They are applied in the order of training: a frozen module, for example, is another one.
+    """
     with _as_on_gpu(), no_information(), WithoutValues():
         model, optimizer = build_with_values(job, "cpu")
         parts = {"model": model, "evaluation": model, "optimizer": optimizer}
-        for name in names:
-            technique = get_technique(name)
+        techniques = map(get_technique, names)
+        for technique in sorted(techniques, key=lambda t: TIERS.index(t.tier), reverse=True):
             with suppress(MemfitError):
                 if technique.part in parts:
                     value = technique.suggest(job, model)
                     technique.apply(parts[technique.part], value)
-                yield name
+                yield technique.name
 
 
 def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
