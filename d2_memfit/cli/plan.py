@@ -12,7 +12,7 @@ from ..common.files import output_file
 from ..config.cards import find_card
 from ..errors import ConfigError
 from ..job import Job
-from ..planner.estimate import dry_job_of
+from ..planner.estimate import DryJob
 from ..planner.plan import plan_memory
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
 from ..planner.text import (
@@ -40,7 +40,7 @@ def estimate(args: argparse.Namespace) -> None:
         _print(args, inference, str(inference), "", "")
         return
     progress = show_progress if sys.stderr.isatty() else str  # its output has nothing else
-    dry_job = dry_job_of(job, device, not args.training_only, progress)
+    dry_job = DryJob(job, device, not args.training_only, progress)
     estimate, budget_gb = dry_job.estimate(), job.budget_gb
     if budget_gb is not None:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
@@ -49,7 +49,7 @@ def estimate(args: argparse.Namespace) -> None:
     details, next_step = describe_estimate(estimate), after_a_look(args)
     if args.html is not None:
         texts = {"Answer": with_notes(args, answer, details)[0], "Next": next_step}
-        steps = {"training": dry_job.device.events(dry_job.training)}
+        steps = {"training": dry_job.device.events(dry_job.whole())}
         write_page(args.html, "What a job needs", {**texts, "Details": details}, steps, budget_gb)
     _print(args, estimate, answer, details, next_step)
 
@@ -83,8 +83,8 @@ def plan(args: argparse.Namespace) -> None:
             ("without the plan", job),
             ("with the plan", job.with_settings(plan.settings)),
         ):
-            dry_job = dry_job_of(of_step, device, evaluates=False)
-            steps[name] = dry_job.device.events(dry_job.training)
+            dry_job = DryJob(of_step, device, evaluates=False)
+            steps[name] = dry_job.device.events(dry_job.whole())
         write_page(args.html, f"A plan for {plan.budget_gb:.4g} GB", texts, steps, plan.budget_gb)
     if args.output is not None and plan.fits:
         as_python = args.output.suffix == ".py"

@@ -39,15 +39,13 @@ def _by(new: Any) -> Callable[[Any], Any]:
 
 
 def _convolve(x: Any, offset: Any, weight: Any, *settings: Any) -> torch.Tensor:
-    stride, padding, dilation = settings[:3]
-    return deform_conv2d(x, offset, weight, None, stride, padding, dilation)
+    return deform_conv2d(x, offset, weight, None, *settings[:3])  # stride, padding, dilation
 
 
 def _convolve_modulated(
     x: Any, offset: Any, mask: Any, weight: Any, bias: Any, *settings: Any
 ) -> torch.Tensor:
-    stride, padding, dilation = settings[:3]
-    return deform_conv2d(x, offset, weight, bias, stride, padding, dilation, mask)
+    return deform_conv2d(x, offset, weight, bias, *settings[:3], mask)
 
 
 def _attend(

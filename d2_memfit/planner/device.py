@@ -3,14 +3,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any, Optional, Union
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
 import torch
 
 from ..common.checks import check_device, did_you_mean
-from ..common.reading import load_fields, load_yaml
 from ..common.units import GB, MB
 from ..config.cards import CARDS, find_card
 from ..errors import ConfigError
@@ -88,23 +86,13 @@ class DeviceModel:
     release_is_known: bool = True
 
     @classmethod
-    def load(cls, name: Union[str, Path]) -> "DeviceModel":
+    def load(cls, name: str) -> "DeviceModel":
         """The device with a name: cpu, cuda, or a card, also as people write it.
 
-        Args:
-            name: the same, or the path of a YAML file with the fields that differ from ``cuda``.
-
         Raises:
-            ConfigError: there is no such device, or the file is not valid.
+            ConfigError: there is no such device.
         """
-        card = find_card(str(name))
-        if Path(name).suffix in (".yaml", ".yml"):
-            values = load_yaml(name, "--device ")
-            if not isinstance(values, dict):
-                raise ConfigError(f"--device {name} has no fields of a device, such as context_mb")
-            fields = {**asdict(cls()), "name": Path(name).stem, **values}
-            device: DeviceModel = load_fields(cls, fields, str(name))
-            return device
+        card = find_card(name)
         if card is not None:
             shared = f", {card.memory_gb:g} GB shared with the CPU" if card.is_unified else ""
             return cls(
@@ -116,10 +104,10 @@ class DeviceModel:
             )
         if name in ("cpu", "cuda"):
             return cls() if name == "cuda" else cls._cpu()
-        hint = did_you_mean(str(name), device_names())
+        hint = did_you_mean(name, device_names())
         raise ConfigError(
-            f"there is no device {str(name)!r}{hint}. There are cpu, cuda, the cards in "
-            "docs/PLANNER.md, and your own device files"
+            f"there is no device {name!r}{hint}. There are cpu, cuda and the cards in "
+            "docs/PLANNER.md"
         )
 
     @classmethod
@@ -143,7 +131,7 @@ class DeviceModel:
         )
 
     @classmethod
-    def choose(cls, name: Optional[Union[str, Path]], torch_device: str) -> "DeviceModel":
+    def choose(cls, name: Optional[str], torch_device: str) -> "DeviceModel":
         """Choose a device by name; None or "auto" chooses by the GPU of this machine.
 
         This is the GPU's own row. Without a GPU, or without a row, it is ``cuda`` or ``cpu``.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Optional, Union
 
 from detectron2.config import CfgNode
@@ -33,7 +32,7 @@ from .steps import Session
 from .timeline import Allocate, Timeline
 from .worst_outputs import parts_with_roi_heads
 
-__all__ = ["DryJob", "MemoryEstimate", "dry_job_of", "estimate_memory"]
+__all__ = ["DryJob", "MemoryEstimate", "estimate_memory"]
 
 
 _FEW = 3  # images: above, memory is on lines through the runs of 2 and of 3
@@ -119,7 +118,7 @@ class DryJob:
 
     Args:
         job: the job.
-        device: the device to predict for.
+        device: the device to predict for, also by its name, as for :meth:`DeviceModel.choose`.
         evaluates: whether to include evaluation, or training alone.
         progress: called with a line before each dry run.
 
@@ -131,10 +130,12 @@ class DryJob:
     def __init__(
         self,
         job: Job,
-        device: DeviceModel,
+        device: Union[DeviceModel, str, None] = None,
         evaluates: bool = True,
         progress: Callable[[str], Any] = str,
     ) -> None:
+        if not isinstance(device, DeviceModel):
+            device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
         self.job, self.device = job, device
         self.evaluates = evaluates and job.evaluates
         self._progress = progress
@@ -179,11 +180,6 @@ class DryJob:
         """The dry run of a micro-batch with as many images, the largest by default."""
         n = self.num_images if num_images is None else num_images
         return self.run(n, n < self.job.geometry.window)
-
-    @property
-    def training(self) -> Timeline:
-        """The dry run of the largest micro-batch."""
-        return self.whole()
 
     @cached_property
     def evaluation(self) -> Optional[Timeline]:
@@ -287,8 +283,6 @@ class DryJob:
         """Whether a micro-batch fits a budget, and evaluation does, by dry runs."""
         n = self.num_images if num_images is None else num_images
         budget = budget_gb * GB
-        if self.least_bytes > budget:
-            return False
         are_few = n <= _FEW and not {(2, False), (_FEW, False)} <= self._runs.keys()
         if not are_few and n > 1 and self.budget_bytes(self.expected_use(n)) > _CLOSE * budget:
             return False
@@ -363,12 +357,9 @@ class DryJob:
         )
         run = self._runs.get((n, n < self.job.geometry.window))
         places = self._places_in(run) if run else self._places_of(n)
-        use, (of_tensors, of_context) = self.use(), self.device.margin
-        room = budget_gb * GB - use.total_bytes + use.reserved_bytes
-        room = min(
-            (room - of_context) / (1 + of_tensors),
-            room * use.allocated_bytes / use.reserved_bytes,
-        )
+        use = self.use()
+        left = budget_gb * GB - self.budget_bytes(use)
+        room = use.allocated_bytes + left * use.allocated_bytes / use.reserved_bytes
         most = float(MOST_OBJECTS)
         for at in places.keys() & twice.keys() & four_times.keys():
             of_object = n * (_sum(four_times[at]) - _sum(twice[at])) / (2 * own)
@@ -518,7 +509,7 @@ def _bytes_of_heads(timeline: Timeline) -> int:
 def estimate_memory(
     cfg: Union[CfgNode, DictConfig, Job],
     num_gpus: Optional[int] = None,
-    device: Optional[Union[str, Path]] = None,
+    device: Optional[str] = None,
     *,
     evaluates: bool = True,
     **given: Any,
@@ -542,16 +533,4 @@ def estimate_memory(
         ConfigError: a value in the config cannot work, or its model cannot be built.
     """
     job = Job.from_any(cfg, ranks=num_gpus, **given)
-    return dry_job_of(job, device, evaluates).estimate()
-
-
-def dry_job_of(
-    job: Job,
-    device: Optional[Union[str, Path, DeviceModel]] = None,
-    evaluates: bool = True,
-    progress: Callable[[str], Any] = str,
-) -> DryJob:
-    """Make the :class:`DryJob` of :func:`estimate_memory`, with its arguments."""
-    if not isinstance(device, DeviceModel):
-        device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
-    return DryJob(job, device, evaluates, progress)
+    return DryJob(job, device, evaluates).estimate()

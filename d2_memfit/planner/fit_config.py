@@ -22,7 +22,6 @@ from ..job import Job, size_of, with_overrides
 from ..memory import (
     limit_library_caches,
     return_large_blocks,
-    segments_expand,
     use_expandable_segments,
 )
 from .device import DeviceModel
@@ -123,12 +122,6 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
             logger.info("The plan is read from %s", path)
             return text
         logger.info("%.2f GB are free, but %s is for %.2f GB", budget_gb, path, planned_gb)
-    if not on_cpu and not segments_expand():
-        logger.warning(
-            "CUDA was started, or PYTORCH_CUDA_ALLOC_CONF set, without expandable segments, so the "
-            "plan is made for an allocator that leaves more memory unused. To let segments grow, "
-            "start the program with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
     plan = plan_memory(
         job,
         budget_gb,

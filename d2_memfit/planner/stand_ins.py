@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any, Optional
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..common.patching import Groups, replaced_together
 from ..compat.pytorch import DeviceContext, constructors, know_as_builtin, tree_map
@@ -63,7 +62,6 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (cuda, dict.fromkeys(("Stream", "Event"), _other(_Stream))),
         (cuda, dict.fromkeys(("device", "device_of", "stream"), _answer(nullcontext()))),
         (cuda, {name: _other(getattr(torch, name)) for name in _TENSOR_TYPES}),
-        (DistributedDataParallel, {"__init__": _without_devices}),
         (torch, {"compile": _other(_not_compiled)}),
     ]
 
@@ -124,14 +122,6 @@ def _answer(value: Any) -> Callable[[Any], Any]:
 
 def _keep(_: Any) -> Callable[..., torch.Tensor]:
     return lambda tensor, *args, **kwargs: tensor
-
-
-def _without_devices(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def init_on_cpu(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, module, **{**kwargs, "device_ids": None, "output_device": None})
-
-    return init_on_cpu
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:

@@ -20,10 +20,6 @@ __all__ = [
     "first_of",
 ]
 
-_EVALUATION_DECIDES = (
-    "Evaluation takes more memory than training here. To plan for training alone: --training-only, "
-    "or DATASETS.TEST ()"
-)
 _MOST_STEPS = 3  # lines
 _WIDTH = 100  # of a line about what is assumed
 _WIDTH_OF_KEYS = 200  # of a line with keys, which are copied
@@ -79,8 +75,7 @@ def answer_of_plan(plan: Plan) -> str:
             lines.append(
                 f"Without the plan: {before_gb:.1f} GB{headroom * (before_gb <= plan.budget_gb)}"
             )
-        lines += [*_changes(plan.steps), _no_room(plan)]
-    lines += [_EVALUATION_DECIDES] if plan.evaluation_decides else []
+        lines += _changes(plan.steps)
     return "\n".join(filter(None, [*lines, _objects(e), *_unknown(e)]))
 
 
@@ -192,18 +187,6 @@ def _harm(step: PlanStep) -> str:
     """A line about what a step changes in training; "" if it changes nothing."""
     ending = "" if step.name.endswith("batches") else "s"
     return f"{step.name} change{ending} {step.what}" if step.what else ""
-
-
-def _no_room(plan: Plan) -> str:
-    """A line about a plan with parts whose largest size is not known; "" without such parts."""
-    if not plan.estimate.at_least:
-        return ""
-    recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
-    what = "images that need more run again in smaller pieces" if recovers else "the run ends"
-    return (
-        "The plan has no headroom for what is not known: see the lines that begin with At least. "
-        f"If that does not fit, {what}"
-    )
 
 
 def _table(rows: Iterable[Sequence[Any]], header: list[str]) -> str:

@@ -107,14 +107,11 @@ def _have_boxes(value: Any, name: str) -> bool:
 
 
 def _most_after_nms(generator: Any, training: bool) -> Optional[int]:
-    """A generator's limit, as Detectron2's RPN and most FCOS-likes keep it; None if unknown."""
+    """A generator's limit, as Detectron2's RPN keeps it; None if unknown."""
     for module in generator.modules() if isinstance(generator, nn.Module) else ():
         both = getattr(module, "post_nms_topk", None)
         if isinstance(both, Mapping):
             return both[training]
-        most = getattr(module, "post_nms_topk_train" if training else "post_nms_topk_test", None)
-        if isinstance(most, int):
-            return most
     return None
 
 

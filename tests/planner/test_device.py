@@ -2,14 +2,12 @@
 """Devices as data, against figures that nobody here made."""
 
 import statistics
-from dataclasses import replace
 
 import pytest
 import torch
 from benchmarks import zoo
 from scipy.stats import spearmanr
 
-from d2_memfit.errors import DataError
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.timeline import Allocate, Allocation, Free, Timeline, Workspace
 
@@ -114,22 +112,3 @@ def test_what_is_outside_the_allocator_has_names():
     assert (two.outside["NCCL"], eight.outside["NCCL"]) == (544 * MB, 688 * MB)
     for use in (one, two, eight):
         assert use.total_bytes == sum(use.breakdown.values()) + sum(use.outside.values())
-
-
-def test_a_file_of_ones_own(tmp_path):
-    file = tmp_path / "mine.yaml"
-    with pytest.raises(DataError, match=r"--device .*mine.yaml cannot be read \(No such file"):
-        DeviceModel.load(file)
-    file.write_text("context_mb: 123\ndescription: mine")
-    mine = DeviceModel.load(str(file))
-    assert (mine.name, mine.context_mb) == ("mine", 123)
-    assert replace(mine, name="cuda", context_mb=400, description=CUDA.description) == CUDA
-    file.write_text("context_mb: 360e9")  # text in YAML
-    with pytest.raises(DataError, match="context_mb must be a finite number, got '360e9'"):
-        DeviceModel.load(file)
-    file.write_text("contextmb: 360")
-    with pytest.raises(DataError, match="there is no field contextmb"):
-        DeviceModel.load(file)
-    file.write_text("nccl_mb: [true, 500]")
-    with pytest.raises(DataError, match=r"nccl_mb must be tuple\[float, float\], got"):
-        DeviceModel.load(file)

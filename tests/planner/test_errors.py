@@ -85,10 +85,6 @@ def test_a_file_that_a_model_reads_is_missing():
     assert line.endswith("before its first step: put the file there")
 
 
-def test_a_model_that_needs_other_ranks():
-    assert "this is one process" in line_of(torch.distributed.get_rank)
-
-
 def test_errors_of_d2_memfit_stay_as_they_are():
     with pytest.raises(DataError, match=r"^as it is$"), one_line_errors():
         raise DataError("as it is")

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 from torch.cuda.amp import autocast as autocast_of_old
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
@@ -116,18 +115,6 @@ def test_a_backward_and_what_it_computes_again_have_it_too():
             )
         y.sum().backward()
     assert x.grad.equal(torch.full((2, 2), 4.0))
-
-
-def gradient_of_ddp(rank):
-    with cuda_as_cpu():
-        model = DistributedDataParallel(nn.Linear(2, 1).cuda(), device_ids=[rank])
-        model(X.cuda() * (rank + 1)).sum().backward()
-    return model.module.weight.grad
-
-
-def test_data_parallel_models_of_a_gpu_are_of_the_cpu(two_ranks):
-    for gradient in two_ranks.run(gradient_of_ddp):
-        assert gradient.equal(torch.full((1, 2), 3.0))
 
 
 def test_all_is_as_before_behind_it():

@@ -24,7 +24,7 @@ def test_gradients_of_earlier_micro_batches_count_at_a_peak_of_the_forward():
     peaks = []
     for micro_batch in (4, 2):  # the whole batch, and the second half of it
         job = job_of(**{"MEMFIT.MICRO_BATCH": micro_batch})
-        peaks.append(DryJob(job, DeviceModel.load("cpu"), evaluates=False).training.peak())
+        peaks.append(DryJob(job, DeviceModel.load("cpu"), evaluates=False).whole().peak())
     gradients = steps.Session(job).gradient_bytes
     assert [peak["gradients"] for peak in peaks] == [0, gradients]
 

@@ -69,7 +69,6 @@ def test_a_long_plan_is_a_short_answer(plan):
     long = replace(
         plan,
         steps=tuple(steps),
-        evaluation_decides=True,
         estimate=replace(plan.estimate, assumptions=unknown, at_least=unknown),
     )
     text = answer_of_plan(long)

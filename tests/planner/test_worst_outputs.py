@@ -113,7 +113,7 @@ def test_an_evaluation_has_all_that_may_be_detected():
 
 
 class OtherGenerator(nn.Module):
-    """As CenterNet2's, which has other fields, and its limits in another object."""
+    """One that has other fields, and its limits in another object."""
 
     def __init__(self, limits):
         super().__init__()
@@ -129,7 +129,7 @@ class OtherGenerator(nn.Module):
         return found, {}
 
 
-LIMITS = {"post_nms_topk_train": 70, "post_nms_topk_test": 30}
+LIMITS = {"post_nms_topk": {True: 70, False: 30}}
 
 
 @pytest.mark.parametrize("training", [False, True])
