@@ -167,7 +167,7 @@ class DeviceModel:
             ranks: processes that train together.
         """
         outside = self.outside_bytes(ranks)
-        allocator: Any = CachingAllocator(expandable_segments) if self.is_gpu else PageAllocator()
+        allocator = CachingAllocator(expandable_segments) if self.is_gpu else PageAllocator()
         blocks: dict[Allocation, Any] = {}
         live: Counter[str] = Counter()  # bytes by owner
         at_peak = live

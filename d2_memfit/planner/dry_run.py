@@ -157,9 +157,7 @@ class DryRun(OwnerMeter):
         if func is aten.convolution.default:
             self._note_workspace(args[0], args[1], result, args)
         elif func is aten.convolution_backward.default:
-            for gradient in result[:2]:  # of the data, and of the filter
-                if gradient is not None:
-                    self._note_workspace(args[1], args[2], args[0], args[1:])
+            self._note_workspace(args[1], args[2], args[0], args[1:])
         elif func is torchvision.deform_conv2d.default:
             self._note_columns(*args[:2], result, with_mask=args[-1])
         elif func is torchvision._deform_conv2d_backward.default:

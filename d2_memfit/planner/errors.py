@@ -80,10 +80,8 @@ def _advice(error: Exception) -> str:
             "mapper, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION. "
             "If the mapper reads it from the dataset, the dataset must exist"
         )
-    if isinstance(error, OSError):
-        return "The job reads or downloads a file before its first step: put the file there"
-    if isinstance(error, ModuleNotFoundError):
-        return "Install what is missing"
+    if isinstance(error, (OSError, ModuleNotFoundError)):
+        return "The job needs a file or a library before its first step: put it there"
     if re.search(_NEEDS_GPU, str(error)):
         return (
             "It needs a GPU or an operator that is not compiled here: build the project's operators"

@@ -121,6 +121,7 @@ class DryJob:
         device: the device to predict for, also by its name, as for :meth:`DeviceModel.choose`.
         evaluates: whether to include evaluation, or training alone.
         progress: called with a line before each dry run.
+        like: a job whose evaluation needs the same memory.
 
     Attributes:
         session: makes the dry runs.
@@ -133,12 +134,13 @@ class DryJob:
         device: Union[DeviceModel, str, None] = None,
         evaluates: bool = True,
         progress: Callable[[str], Any] = str,
+        like: Optional["DryJob"] = None,
     ) -> None:
         if not isinstance(device, DeviceModel):
             device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
         self.job, self.device = job, device
         self.evaluates = evaluates and job.evaluates
-        self._progress = progress
+        self._progress, self._like = progress, like
         self._runs: dict[tuple[int, bool], Timeline] = {}  # by images, and whether it accumulates
         self._known: dict[Any, Any] = {}  # what is computed from them
         self.expandable_segments = segments_expand(under_budget=job.budget_gb is not None)
@@ -186,6 +188,8 @@ class DryJob:
         """The dry run of an image's evaluation; None without one."""
         if not self.evaluates:
             return None
+        if self._like is not None:
+            return self._like.evaluation
         self._progress("Dry run: evaluation")
         batches = self.job.batches
         with one_line_errors(lambda: batches.evaluation_assumptions, in_evaluation=True):
@@ -283,17 +287,10 @@ class DryJob:
         """Whether a micro-batch fits a budget, and evaluation does, by dry runs."""
         n = self.num_images if num_images is None else num_images
         budget = budget_gb * GB
-        are_few = n <= _FEW and not {(2, False), (_FEW, False)} <= self._runs.keys()
-        if not are_few and n > 1 and self.budget_bytes(self.expected_use(n)) > _CLOSE * budget:
+        if n > _FEW and self.budget_bytes(self.expected_use(n)) > _CLOSE * budget:
             return False
         self.whole(n)
         return all(self.budget_bytes(use) <= budget for use in self.uses(n))
-
-    @property
-    def evaluation_decides(self) -> bool:
-        """Whether evaluation takes more device memory than training."""
-        training, *evaluation = (use.allocated_bytes for use in self.uses())
-        return bool(evaluation) and evaluation[0] > training
 
     def flops(self) -> float:
         """Floating-point operations of an image in a forward and a backward."""

@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 _CHECKPOINT, _HEADS, _OFFLOAD = "ActivationCheckpointing", "ChunkedHeads", "ActivationOffload"
 _AMP = "MixedPrecision"
-_OPTIMISTIC = 1.2  # times the bytes that blocks seem to save: a level of less is not tried
 _BLOCKS = "MEMFIT.CHECKPOINT.MODULES"
 
 
@@ -181,7 +180,7 @@ class Ladder:
         self._progress = progress
         self._made: dict[Rung, tuple[tuple[PlanStep, ...], DryJob]] = {Rung(): ((), start)}
         self._known = {Rung(): (Rung(), start)}
-        self._evaluations: dict[tuple[str, ...], Optional[Timeline]] = {}
+        self._checkpointed = tuple(start.job.cfg.MEMFIT.CHECKPOINT.MODULES)  # as it is
         is_faster = start.device.is_gpu and "precision" in tiers and self._is_usable(_AMP)
         self._first = (_AMP,) if prefer == "speed" and is_faster else ()
 
@@ -198,7 +197,7 @@ class Ladder:
             without = tuple(n for n in lead if n != name)
             lead = without if self._fits_with_all(without) else lead
         levels = self._levels(lead)
-        i = next(i for i, level in enumerate(levels) if self._may_fit(level, levels[1]))
+        i = next(i for i, level in enumerate(levels) if self._fits(level))
         rung, _ = self._dry_job(levels[i])
         kept = (*lead, *([] if i == 1 else levels[i].names[-1:]))
         rung = self._without_what_can_go(rung, kept)
@@ -245,21 +244,11 @@ class Ladder:
         names = [name for name in names if name in works]
         return {tier: [n for n in names if get_technique(n).tier == tier] for tier in TIERS}
 
-    def _may_fit(self, level: Rung, free: Rung) -> bool:
-        """Whether a job fits on a level; without a dry run, if its blocks save too little."""
-        if level.names == (*free.names, _CHECKPOINT):
-            names = {*blocks_of(self._start.session.model, level.blocks[0])}
-            saved, _, too_much = self._blocks_of(self._dry_job(free)[1])
-            if sum(saved[name] for name in saved if name in names) < too_much / _OPTIMISTIC:
-                return False
-        return self._fits(level)
-
     def _blocks_of(self, dry_job: DryJob) -> tuple[Counter[str], Counter[str], float]:
         """What blocks save, their work, and the bytes that a micro-batch needs too much."""
         least, few = self._least, min(self._least, 3)
-        saved, work = _saved_by_blocks(
-            dry_job.whole(few) if least == few else dry_job.run(few), least / few
-        )
+        timeline = dry_job.whole(few) if least == few else dry_job.run(few)
+        saved, work = _saved_by_blocks(timeline, least / few)
         needs = dry_job.budget_bytes(dry_job.use(least))
         return saved, work, needs - self._budget_gb * GB
 
@@ -267,7 +256,7 @@ class Ladder:
         return self._fits(self._levels(lead)[-1])
 
     def _fits(self, rung: Rung, num_images: Optional[int] = None) -> bool:
-        """Whether the job fits on a rung, by dry runs; evaluation is run once for all alike.
+        """Whether the job fits on a rung, by dry runs.
 
         Args:
             num_images: images in a micro-batch, the smallest by default.
@@ -276,13 +265,7 @@ class Ladder:
             if self._with(rung)[1].least_bytes > self._budget_gb * GB:
                 return False
         rung, dry_job = self._dry_job(rung)
-        key = tuple(filter(_matters_in_evaluation, rung.names))
-        if key in self._evaluations:
-            dry_job.evaluation = self._evaluations[key]
-        fits = dry_job.fits(self._budget_gb, num_images or self._least)
-        if "evaluation" in vars(dry_job):
-            self._evaluations[key] = dry_job.evaluation
-        return fits
+        return dry_job.fits(self._budget_gb, num_images or self._least)
 
     def _dry_job(self, rung: Rung) -> tuple[Rung, DryJob]:
         """The job on a rung, without its last techniques if it does not run with them."""
@@ -324,11 +307,6 @@ class Ladder:
     def _trains_batch_norm(self) -> bool:
         return self._has(BatchNorm)
 
-    @property
-    def _checkpointed(self) -> tuple[str, ...]:
-        """Patterns of the blocks that the job recomputes as it is."""
-        return tuple(self._start.job.cfg.MEMFIT.CHECKPOINT.MODULES)
-
     def _without_what_can_go(self, rung: Rung, kept: tuple[str, ...]) -> Rung:
         """Drop techniques that are not needed, the most costly first."""
         others = [name for name in rung.names if name not in kept]
@@ -368,8 +346,9 @@ class Ladder:
                 new = {_BLOCKS: [*rung.blocks]}
             steps = (*steps, PlanStep(name, technique.tier, new, technique.changes))
             job = before.job.with_settings(new)
-            dry_job = DryJob(job, start.device, start.evaluates, partial(self._say, rung))
-            self._made[rung] = steps, dry_job
+            is_other = technique.tier == "recipe" or "evaluation" in technique.needs
+            say, like = partial(self._say, rung), None if is_other else before
+            self._made[rung] = steps, DryJob(job, start.device, start.evaluates, say, like)
         return self._made[rung]
 
     def _say(self, rung: Rung, line: str) -> None:
@@ -411,9 +390,7 @@ class Ladder:
         budget = self._budget_gb * GB
         least = max(dry_job.budget_bytes(use) for use in dry_job.uses())
         fits = found is not None
-        must_allow: Sequence[str] = ()
-        if not fits:
-            must_allow = next(filter(self._would_fit, self._more_tiers()), ())
+        must_allow = () if fits else next(filter(self._would_fit, self._more_tiers()), ())
         steps = self._steps(rung, num_images)
         settings = {key: value for step in steps for key, value in step.settings.items()}
         settings["MEMFIT.BUDGET_GB"] = self._budget_gb
@@ -431,7 +408,7 @@ class Ladder:
             estimate=replace(dry_job.estimate(with_range=False), objects_that_fit=objects),
             time_factor=dry_job.flops() / self._start.flops() if is_of_work else None,
             smallest_budget_gb=None if fits else math.ceil(100 * least / GB) / 100,
-            must_allow=tuple(must_allow),
+            must_allow=must_allow,
             obstacle="" if fits else self._obstacle(dry_job, num_images),
             left_out=tuple(self.left_out),
         )
@@ -467,7 +444,8 @@ class Ladder:
                 f"BatchNorm is trained: the {num_images} images of one GPU cannot be split, and "
                 f"need {gb:.2f} GB. One image on each of {num_images} GPUs needs {one:.2f} GB"
             )
-        if dry_job.evaluation_decides:
+        training, *evaluation = (use.allocated_bytes for use in dry_job.uses())
+        if evaluation and evaluation[0] > training:
             return (
                 "Evaluation takes more memory than training. To plan for training alone: "
                 "--training-only, or DATASETS.TEST ()"
@@ -484,11 +462,6 @@ def _named(names: Iterable[str], blocks: tuple[str, ...]) -> Rung:
     """A rung with these techniques; its blocks, if it has checkpointing."""
     names = tuple(names)
     return Rung(names, blocks if _CHECKPOINT in names else ())
-
-
-def _matters_in_evaluation(name: str) -> bool:
-    technique = get_technique(name)
-    return technique.tier == "recipe" or "evaluation" in technique.needs
 
 
 def _saved_by_blocks(timeline: Timeline, factor: float) -> tuple[Counter[str], Counter[str]]:

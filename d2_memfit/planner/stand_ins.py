@@ -61,7 +61,6 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (cuda, dict.fromkeys(("current_stream", "default_stream"), _answer(_Stream()))),
         (cuda, dict.fromkeys(("Stream", "Event"), _other(_Stream))),
         (cuda, dict.fromkeys(("device", "device_of", "stream"), _answer(nullcontext()))),
-        (cuda, {name: _other(getattr(torch, name)) for name in _TENSOR_TYPES}),
         (torch, {"compile": _other(_not_compiled)}),
     ]
 
@@ -80,8 +79,6 @@ _NUMBERS = (
     *("current_device", "max_memory_allocated", "max_memory_cached", "max_memory_reserved"),
     *("memory_allocated", "memory_cached", "memory_reserved"),
 )
-_TYPES = ("Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short", "BFloat16")
-_TENSOR_TYPES = [f"{name}Tensor" for name in _TYPES]
 
 
 @cache

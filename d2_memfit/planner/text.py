@@ -32,14 +32,12 @@ def answer_of_estimate(
     e: MemoryEstimate, budget_gb: Optional[float] = None, fits: bool = True
 ) -> str:
     """The answer to the command estimate, with a verdict if the job has a budget."""
-    verdict = f"Needs {_at_least(e)}{e.device_total_gb:.1f} GB of {_each(e)}"
+    needs = f"{_at_least(e)}{e.device_total_gb:.2f} GB of {_each(e)}"
+    verdict = f"Needs {needs}"
     if budget_gb is not None:
         does = "Fits" if fits else "Does not fit"
-        needs = f"needs {_at_least(e)}{e.device_total_gb:.2f} GB of {_each(e)}"
-        verdict = f"{does}: {needs}, and the budget is {budget_gb:.4g} GB with its headroom"
+        verdict = f"{does}: needs {needs}, and the budget is {budget_gb:.4g} GB with its headroom"
     evaluation = "" if e.evaluation_gb is None else f", {e.evaluation_gb:.1f} in evaluation"
-    if e.evaluation_host_gb:
-        evaluation += f" with {e.evaluation_host_gb:.1f} of the host for masks as large as the file"
     largest = [f"{owner.replace(': ', ' of ')} {gb:.1f}" for owner, gb in e.breakdown.items()]
     objects = "" if e.num_instances is None else f", with {e.num_instances} objects at most"
     height, width = e.image_size
@@ -172,12 +170,11 @@ def _slower(plan: Plan) -> str:
 
 def _changes(steps: Sequence[PlanStep]) -> list[str]:
     """A line for each step with its keys, and one about what the least exact step changes."""
-    shown = steps if len(steps) <= _MOST_STEPS else steps[: _MOST_STEPS - 1]
+    shown, more = steps[:_MOST_STEPS], steps[_MOST_STEPS:]
     lines = [
         f"  {_shortened(describe_settings(step.settings), _WIDTH_OF_KEYS)}  ({step.name})"
         for step in shown
     ]
-    more = steps[len(shown) :]
     if more:
         lines.append(f"  and {len(more)} more: {', '.join(step.name for step in more)}")
     return [*lines, *[*filter(None, map(_harm, steps))][-1:]]

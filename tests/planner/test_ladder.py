@@ -35,7 +35,7 @@ class Invented:
     evaluation = None
     session = Session()
 
-    def __init__(self, job, device, evaluates=True, progress=None):
+    def __init__(self, job, device, evaluates=True, progress=None, like=None):
         self.job, self.device = job, device
         self.num_images = job.geometry.largest_micro_batch
         memfit = job.cfg.MEMFIT

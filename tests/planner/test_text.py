@@ -73,7 +73,7 @@ def test_a_long_plan_is_a_short_answer(plan):
     )
     text = answer_of_plan(long)
     assert len(text.splitlines()) <= MOST
-    assert "  and 6 more: Technique1, " in text
+    assert "  and 5 more: Technique2, " in text
     assert "Assumed: something number 0" in text
     assert "(and 4 more)" in text
     assert all(line in describe_plan(long) for line in unknown)  # the details have all of it
@@ -84,7 +84,7 @@ def test_an_estimate_says_what_the_job_needs_or_whether_it_fits(plan):
     lines = answer_of_estimate(e).splitlines()
     low, high = e.device_range_gb
     assert lines[0] == (
-        f"Needs {e.device_total_gb:.1f} GB of each GPU. Its range: {low:.1f} to {high:.1f} GB"
+        f"Needs {e.device_total_gb:.2f} GB of each GPU. Its range: {low:.1f} to {high:.1f} GB"
     )
     assert len(lines) <= MOST
     assert answer_of_estimate(e, 4.0).startswith("Fits: needs ")
