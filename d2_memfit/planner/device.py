@@ -147,8 +147,7 @@ class DeviceModel:
             return cls.load("cuda")
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         card = find_card(gpu.name, gpu.total_memory / GB)
-        unknown = cls(description=f"{gpu.name}, as {cls.description}")
-        return cls.load(card.device) if card else unknown
+        return cls.load(card.device) if card else cls(description=f"{gpu.name}, {cls.description}")
 
     @property
     def margin(self) -> tuple[float, float]:

@@ -18,7 +18,6 @@ from ..job import (
     TYPICAL_SIZE,
     GivenBatches,
     Job,
-    Size,
     objects_per_image,
     padded_area,
     size_of,
@@ -416,7 +415,8 @@ class DryJob:
         least = (worst - fixed) * 1.0
         if batches.has_any_shape:
             pixels = padded_area(size_of(self.job.training_batch()))
-            areas = [self._padded_area(size) for size in (*EXTREME_SIZES, TYPICAL_SIZE)]
+            shapes = [batches.in_shape(size) for size in (*EXTREME_SIZES, TYPICAL_SIZE)]
+            areas = [padded_area(size_of(self.job.training_batch(batches=s))) for s in shapes]
             if min(areas) < pixels:  # else a crop decides
                 wider.append("the shape of the images is not known (--coco, or --image-size)")
                 of_largest = _peak_with_pixels(timeline, 1)
@@ -451,11 +451,6 @@ class DryJob:
             most.append(self.session.gradient_bytes)
         high = worst + algorithms + math.hypot(*most)
         return (fixed + least - math.hypot(*less), high), typical, wider
-
-    def _padded_area(self, size: Size) -> int:
-        """Pixels of the largest micro-batch if images have another shape."""
-        batches: Any = self.job.batches
-        return padded_area(size_of(self.job.training_batch(batches=batches.in_shape(size))))
 
 
 def _sum(places: Counter[str]) -> int:

@@ -387,7 +387,6 @@ class Ladder:
         if num_images < self._start.num_images:
             dry_job = dry_job.with_images(num_images)
         dry_job.whole()
-        budget = self._budget_gb * GB
         least = max(dry_job.budget_bytes(use) for use in dry_job.uses())
         fits = found is not None
         must_allow = () if fits else next(filter(self._would_fit, self._more_tiers()), ())
@@ -400,7 +399,7 @@ class Ladder:
         is_of_work = not {_OFFLOAD} & {*rung.names} and all(s.tier != "precision" for s in steps)
         return Plan(
             budget_gb=self._budget_gb,
-            margin=dry_job.headroom_bytes(dry_job.use()) / budget,
+            margin=dry_job.headroom_bytes(dry_job.use()) / (self._budget_gb * GB),
             fits=fits,
             steps=steps,
             settings=settings,
