@@ -59,7 +59,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--coco": ("a dataset to register; the first is for training", {**_COCO, **_MANY}),
     "--config-file": ("a file, or a name in a zoo; a LazyConfig is .py", {"metavar": "FILE"}),
     "--details": ("print all that is known", _FLAG),
-    "--device": ("a card (rtx_3060, t4, a100, ...), cuda, cpu, or a device file", {}),
+    "--device": ("a card (rtx_3060, t4, a100, ...), cuda, or cpu", {}),
     "--dist-url": ("address of the first machine", {"default": f"tcp://127.0.0.1:{_PORT}"}),
     "--eval-only": ("evaluate, and do not train", _FLAG),
     "--fit": ("make the job fit this machine, or --budget or --card, by a plan", _FLAG),
@@ -78,10 +78,8 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--output": ("file for the planned config", _FILE),
     "--overwrite": ("replace outputs that exist, instead of an error", _FLAG),
     "--prefer": ("speed: the plan that is predicted to be faster", {"choices": ("exact", "speed")}),
-    "--probe": ("measure on this machine's GPU, instead of a dry run", _FLAG),
     "--project": ("a function that adds keys, or a folder of modules", {**_FUNCTION, **_MANY}),
     "--resume": ("continue from the last checkpoint in OUTPUT_DIR", _FLAG),
-    "--run": ("folder of an earlier run here, whose peaks correct the estimate", {"type": Path}),
     "--seconds": ("time limit; run again for the rest (480)", {"type": float, "default": 480}),
     "--small": ("small images, for a rehearsal", _FLAG),
     "--tile-size": ("cut images into overlapping tiles of this size, in pixels", _INT),
@@ -94,7 +92,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 _PROJECT = "--config-file --project --trainer --coco --card"
 _JOB = f"{_PROJECT} --num-gpus --batch --image-size --instances --details"
 _ANSWER = "--json --html --overwrite"
-_ESTIMATE = f"{_JOB} {_ANSWER} --device --probe --run --training-only opts"
+_ESTIMATE = f"{_JOB} {_ANSWER} --device --training-only opts"
 _OF_COMMANDS = {
     "explain": f"log {_PROJECT} {_ANSWER} --image-size --instances --details --output",
     "estimate": f"{_ESTIMATE} --inference-only",

@@ -71,7 +71,7 @@ def explain(args: argparse.Namespace) -> None:
     if args.html is not None:
         keys = keys_as_yaml(prediction.rebuilt.job, plan) if prediction and plan else ""
         dry = prediction.dry_job if prediction else None
-        steps = {"as it ran": dry.device.events(dry.training)} if dry else {}
+        steps = {"as it ran": dry.device.events(dry.whole())} if dry else {}
         texts = {"Answer": answer, "Keys": keys, "Next": next_step, "Details": details}
         limit_gb = None if plan is None else plan.budget_gb
         write_page(args.html, f"A log explained: {told.name}", texts, steps, limit_gb)

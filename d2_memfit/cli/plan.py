@@ -12,8 +12,7 @@ from ..common.files import output_file
 from ..config.cards import find_card
 from ..errors import ConfigError
 from ..job import Job
-from ..memory import use_expandable_segments
-from ..planner.estimate import dry_job_of
+from ..planner.estimate import DryJob
 from ..planner.plan import plan_memory
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
 from ..planner.text import (
@@ -41,16 +40,16 @@ def estimate(args: argparse.Namespace) -> None:
         _print(args, inference, str(inference), "", "")
         return
     progress = show_progress if sys.stderr.isatty() else str  # its output has nothing else
-    dry_job = dry_job_of(job, device, not args.training_only, args.probe, args.run, progress)
+    dry_job = DryJob(job, device, not args.training_only, progress)
     estimate, budget_gb = dry_job.estimate(), job.budget_gb
-    if budget_gb is not None and not args.probe:
+    if budget_gb is not None:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
     fits = budget_gb is not None and dry_job.fits(budget_gb)
     answer = answer_of_estimate(estimate, budget_gb, fits)
     details, next_step = describe_estimate(estimate), after_a_look(args)
     if args.html is not None:
         texts = {"Answer": with_notes(args, answer, details)[0], "Next": next_step}
-        steps = {"training": dry_job.device.events(dry_job.training)}
+        steps = {"training": dry_job.device.events(dry_job.whole())}
         write_page(args.html, "What a job needs", {**texts, "Details": details}, steps, budget_gb)
     _print(args, estimate, answer, details, next_step)
 
@@ -69,11 +68,9 @@ def plan(args: argparse.Namespace) -> None:
         allow=args.allow.split(",") if args.allow else job.cfg.MEMFIT.PLAN.ALLOW,
         device=device,
         progress=show_progress,
-        probe=args.probe,
         evaluates=not args.training_only,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         counts_objects=True,
-        run=args.run,
     )
     answer, details = answer_of_plan(plan), describe_plan(plan)
     next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)
@@ -86,8 +83,8 @@ def plan(args: argparse.Namespace) -> None:
             ("without the plan", job),
             ("with the plan", job.with_settings(plan.settings)),
         ):
-            dry_job = dry_job_of(of_step, device, evaluates=False, run=args.run)
-            steps[name] = dry_job.device.events(dry_job.training)
+            dry_job = DryJob(of_step, device, evaluates=False)
+            steps[name] = dry_job.device.events(dry_job.whole())
         write_page(args.html, f"A plan for {plan.budget_gb:.4g} GB", texts, steps, plan.budget_gb)
     if args.output is not None and plan.fits:
         as_python = args.output.suffix == ".py"
@@ -122,10 +119,6 @@ def with_notes(args: argparse.Namespace, answer: str, details: str) -> tuple[str
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of a command."""
     cfg = load_config(args)
-    if args.probe and args.run:
-        raise ConfigError("--probe and --run: a measurement is not corrected, give one of them")
-    if args.probe:
-        use_expandable_segments()  # as in training under a budget, and before CUDA is started
     card = find_card(args.card or "")
     return cfg, job_of(args, cfg), args.device or (card.device if card else None)
 

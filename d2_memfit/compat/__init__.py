@@ -9,12 +9,9 @@ uses private names of Detectron2, except those that a subclass inherits. Each na
 import importlib.util
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager
 from typing import Any, Callable, Optional
-from unittest.mock import patch
 
-import detectron2
 import torch.distributed as dist
 from detectron2.data.common import _MapIterableDataset
 from detectron2.data.samplers import TrainingSampler
@@ -47,11 +44,6 @@ def has_compiled_ops() -> bool:
     from detectron2 import _C  # a setup without a compiler may have an empty one
 
     return hasattr(_C, "COCOevalEvaluateImages")
-
-
-def pretended_compiled_ops() -> AbstractContextManager[Any]:
-    """While open, provide an empty ``detectron2._C`` to files of Detectron2 that are imported."""
-    return patch.object(detectron2, "_C", SimpleNamespace(), create=True)
 
 
 def after_backward(trainer: TrainerBase) -> None:

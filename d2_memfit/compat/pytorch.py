@@ -17,7 +17,6 @@ from torch.utils import _device, _python_dispatch, _pytree
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 Convolution = nn.modules.conv._ConvNd
-pair = nn.modules.utils._pair
 DeviceContext = _device.DeviceContext
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_flatten = _pytree.tree_flatten

@@ -4,12 +4,11 @@
 from typing import Any, Optional
 
 import numpy as np
-import torch
 from detectron2.data import MetadataCatalog
 from detectron2.structures import BoxMode
 from pycocotools import mask as coco_mask
 
-__all__ = ["Size", "boxes_anywhere", "dict_of", "invented_dict", "num_instances_of", "rotated"]
+__all__ = ["Size", "boxes_anywhere", "dict_of", "invented_dict", "num_instances_of"]
 
 Size = tuple[int, int]  # height and width in pixels
 
@@ -102,9 +101,3 @@ def boxes_anywhere(num: int, size: Size, seed: int = 0) -> Any:
     extent = size[::-1]
     corner, length = corner * 0.8 * extent, (length * 0.18 + 0.02) * extent
     return np.concatenate([corner, corner + length], axis=1)
-
-
-def rotated(boxes: torch.Tensor) -> torch.Tensor:
-    """Boxes [N, 5] of ``RotatedBoxes`` for upright boxes [N, 4]."""
-    corner, size = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
-    return torch.cat([corner + size / 2, size, torch.zeros(len(boxes), 1)], dim=1)

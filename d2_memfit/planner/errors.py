@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """One-line explanations of errors in a model: what, where, and what to do."""
 
-import errno
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -81,23 +80,13 @@ def _advice(error: Exception) -> str:
             "mapper, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION. "
             "If the mapper reads it from the dataset, the dataset must exist"
         )
-    if "process group" in str(error):
-        return (
-            "The model needs other ranks, but this is one process: let its forward work without "
-            "them if detectron2.utils.comm.get_world_size() is 1"
-        )
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return "A dry run needs address space, but little RAM: remove its limit, ulimit -v"
-    if isinstance(error, OSError):
-        return "The job reads or downloads a file before its first step: put the file there"
-    if isinstance(error, ModuleNotFoundError):
-        return "Install what is missing"
+    if isinstance(error, (OSError, ModuleNotFoundError)):
+        return "The job needs a file or a library before its first step: put it there"
     if re.search(_NEEDS_GPU, str(error)):
         return (
-            "It needs a GPU or an operator that is not compiled here: build the project's "
-            "operators, or measure on a GPU, with --probe"
+            "It needs a GPU or an operator that is not compiled here: build the project's operators"
         )
     return (
         "If the project's own training runs in this environment, its batch differs: give one, with "
-        "--batch MODULE:FUNCTION; or measure on a GPU, with --probe"
+        "--batch MODULE:FUNCTION"
     )

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Optional, Union
 
 from detectron2.config import CfgNode
@@ -19,7 +18,6 @@ from ..job import (
     TYPICAL_SIZE,
     GivenBatches,
     Job,
-    Size,
     objects_per_image,
     padded_area,
     size_of,
@@ -29,13 +27,11 @@ from ..memory import segments_expand
 from ..techniques.host import loader_bytes
 from .device import DeviceModel, DeviceUse
 from .errors import one_line_errors
-from .from_run import as_in_run
-from .probe import check_probe, measured_uses
 from .steps import Session
 from .timeline import Allocate, Timeline
 from .worst_outputs import parts_with_roi_heads
 
-__all__ = ["DryJob", "MemoryEstimate", "dry_job_of", "estimate_memory"]
+__all__ = ["DryJob", "MemoryEstimate", "estimate_memory"]
 
 
 _FEW = 3  # images: above, memory is on lines through the runs of 2 and of 3
@@ -56,7 +52,6 @@ class MemoryEstimate:
 
     Attributes:
         device: description of the device.
-        from_run: a line about the earlier run that corrects the estimate; "" without one.
         num_gpus: ranks that train together.
         images_per_gpu: images in a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
         micro_batch_size: images in one forward.
@@ -91,7 +86,6 @@ class MemoryEstimate:
     """
 
     device: str
-    from_run: str
     num_gpus: int
     images_per_gpu: int
     micro_batch_size: int
@@ -123,9 +117,10 @@ class DryJob:
 
     Args:
         job: the job.
-        device: the device to predict for.
+        device: the device to predict for, also by its name, as for :meth:`DeviceModel.choose`.
         evaluates: whether to include evaluation, or training alone.
         progress: called with a line before each dry run.
+        like: a job whose evaluation needs the same memory.
 
     Attributes:
         session: makes the dry runs.
@@ -135,35 +130,25 @@ class DryJob:
     def __init__(
         self,
         job: Job,
-        device: DeviceModel,
+        device: Union[DeviceModel, str, None] = None,
         evaluates: bool = True,
         progress: Callable[[str], Any] = str,
+        like: Optional["DryJob"] = None,
     ) -> None:
+        if not isinstance(device, DeviceModel):
+            device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
         self.job, self.device = job, device
         self.evaluates = evaluates and job.evaluates
-        self._progress = progress
+        self._progress, self._like = progress, like
         self._runs: dict[tuple[int, bool], Timeline] = {}  # by images, and whether it accumulates
         self._known: dict[Any, Any] = {}  # what is computed from them
         self.expandable_segments = segments_expand(under_budget=job.budget_gb is not None)
-        self.measured: list[DeviceUse] = []  # by a probe: training, and evaluation
-        self.notes: tuple[str, ...] = ()
 
     def with_images(self, num_images: int) -> "DryJob":
         """The same job in micro-batches of another size, with the same dry runs."""
         other = copy(self)
         other.job = self.job.with_settings({"MEMFIT.MICRO_BATCH": num_images})
         return other
-
-    def probe(self) -> None:
-        """Measure the largest batch on this machine's GPU; :meth:`uses` then has what it took.
-
-        Raises:
-            ConfigError: there is no GPU.
-        """
-        check_probe(self.device)
-        self.measured = measured_uses(self.job, self.evaluates, self.use().breakdown)
-        if not self.measured:
-            self.notes = ("The GPU cannot hold the largest batch: estimated by a dry run",)
 
     @property
     def num_images(self) -> int:
@@ -197,16 +182,13 @@ class DryJob:
         n = self.num_images if num_images is None else num_images
         return self.run(n, n < self.job.geometry.window)
 
-    @property
-    def training(self) -> Timeline:
-        """The dry run of the largest micro-batch."""
-        return self.whole()
-
     @cached_property
     def evaluation(self) -> Optional[Timeline]:
         """The dry run of an image's evaluation; None without one."""
         if not self.evaluates:
             return None
+        if self._like is not None:
+            return self._like.evaluation
         self._progress("Dry run: evaluation")
         batches = self.job.batches
         with one_line_errors(lambda: batches.evaluation_assumptions, in_evaluation=True):
@@ -272,9 +254,6 @@ class DryJob:
 
     def uses(self, num_images: Optional[int] = None) -> Iterator[DeviceUse]:
         """Device memory of training, and of evaluation if there is one."""
-        if self.measured and num_images in (None, self.num_images):
-            yield from self.measured
-            return
         yield self.use(num_images)
         if self.evaluation is not None:
             yield self._use(self.evaluation)
@@ -307,19 +286,10 @@ class DryJob:
         """Whether a micro-batch fits a budget, and evaluation does, by dry runs."""
         n = self.num_images if num_images is None else num_images
         budget = budget_gb * GB
-        if self.least_bytes > budget:
-            return False
-        are_few = n <= _FEW and not {(2, False), (_FEW, False)} <= self._runs.keys()
-        if not are_few and n > 1 and self.budget_bytes(self.expected_use(n)) > _CLOSE * budget:
+        if n > _FEW and self.budget_bytes(self.expected_use(n)) > _CLOSE * budget:
             return False
         self.whole(n)
         return all(self.budget_bytes(use) <= budget for use in self.uses(n))
-
-    @property
-    def evaluation_decides(self) -> bool:
-        """Whether evaluation takes more device memory than training."""
-        training, *evaluation = (use.allocated_bytes for use in self.uses())
-        return bool(evaluation) and evaluation[0] > training
 
     def flops(self) -> float:
         """Floating-point operations of an image in a forward and a backward."""
@@ -354,7 +324,7 @@ class DryJob:
         """One line for each thing that is not known, with the value assumed for it."""
         batches = self.job.batches
         of_evaluation = batches.evaluation_assumptions if self.evaluates else ()
-        return tuple(dict.fromkeys([*self.job.assumptions, *of_evaluation, *self.notes]))
+        return tuple(dict.fromkeys([*self.job.assumptions, *of_evaluation]))
 
     @property
     def at_least(self) -> tuple[str, ...]:
@@ -383,12 +353,9 @@ class DryJob:
         )
         run = self._runs.get((n, n < self.job.geometry.window))
         places = self._places_in(run) if run else self._places_of(n)
-        use, (of_tensors, of_context) = self.use(), self.device.margin
-        room = budget_gb * GB - use.total_bytes + use.reserved_bytes
-        room = min(
-            (room - of_context) / (1 + of_tensors),
-            room * use.allocated_bytes / use.reserved_bytes,
-        )
+        use = self.use()
+        left = budget_gb * GB - self.budget_bytes(use)
+        room = use.allocated_bytes + left * use.allocated_bytes / use.reserved_bytes
         most = float(MOST_OBJECTS)
         for at in places.keys() & twice.keys() & four_times.keys():
             of_object = n * (_sum(four_times[at]) - _sum(twice[at])) / (2 * own)
@@ -409,7 +376,6 @@ class DryJob:
         outside, (_, of_context) = total - use.allocated_bytes, self.device.margin
         return MemoryEstimate(
             device=self.device.description,
-            from_run=self.device.from_run,
             num_gpus=geometry.ranks,
             images_per_gpu=geometry.images_per_batch,
             micro_batch_size=geometry.largest_micro_batch,
@@ -449,7 +415,8 @@ class DryJob:
         least = (worst - fixed) * 1.0
         if batches.has_any_shape:
             pixels = padded_area(size_of(self.job.training_batch()))
-            areas = [self._padded_area(size) for size in (*EXTREME_SIZES, TYPICAL_SIZE)]
+            shapes = [batches.in_shape(size) for size in (*EXTREME_SIZES, TYPICAL_SIZE)]
+            areas = [padded_area(size_of(self.job.training_batch(batches=s))) for s in shapes]
             if min(areas) < pixels:  # else a crop decides
                 wider.append("the shape of the images is not known (--coco, or --image-size)")
                 of_largest = _peak_with_pixels(timeline, 1)
@@ -484,11 +451,6 @@ class DryJob:
             most.append(self.session.gradient_bytes)
         high = worst + algorithms + math.hypot(*most)
         return (fixed + least - math.hypot(*less), high), typical, wider
-
-    def _padded_area(self, size: Size) -> int:
-        """Pixels of the largest micro-batch if images have another shape."""
-        batches: Any = self.job.batches
-        return padded_area(size_of(self.job.training_batch(batches=batches.in_shape(size))))
 
 
 def _sum(places: Counter[str]) -> int:
@@ -539,11 +501,9 @@ def _bytes_of_heads(timeline: Timeline) -> int:
 def estimate_memory(
     cfg: Union[CfgNode, DictConfig, Job],
     num_gpus: Optional[int] = None,
-    device: Optional[Union[str, Path]] = None,
-    probe: bool = False,
+    device: Optional[str] = None,
     *,
     evaluates: bool = True,
-    run: Optional[Union[str, Path]] = None,
     **given: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of a job without a GPU, by a dry run of its largest iteration.
@@ -555,37 +515,14 @@ def estimate_memory(
             world size of this process.
         device: as for :meth:`DeviceModel.choose`. None is the CPU with MODEL.DEVICE cpu, else this
             machine's GPU, else a current CUDA card.
-        probe: run the iteration on this machine's GPU, and measure it.
         evaluates: whether to include evaluation, or training alone.
-        run: OUTPUT_DIR of an earlier run of this model on this machine. Its peaks correct the
-            estimate.
         given: ``trainer=`` the class that trains, with the ``build_*`` methods of
             ``DefaultTrainer``; and, in place of what the job's own mapper makes from the largest
             images of its datasets, ``batch=``, ``image_size=`` or ``num_instances=``, as for
             :meth:`Job.from_cfg`.
 
     Raises:
-        ConfigError: a value in the config cannot work, its model cannot be built, there is no GPU
-            to probe, or ``run`` says nothing about the job.
+        ConfigError: a value in the config cannot work, or its model cannot be built.
     """
     job = Job.from_any(cfg, ranks=num_gpus, **given)
-    return dry_job_of(job, device, evaluates, probe, run).estimate()
-
-
-def dry_job_of(
-    job: Job,
-    device: Optional[Union[str, Path, DeviceModel]] = None,
-    evaluates: bool = True,
-    probe: bool = False,
-    run: Optional[Union[str, Path]] = None,
-    progress: Callable[[str], Any] = str,
-) -> DryJob:
-    """Make the :class:`DryJob` of :func:`estimate_memory`, with its arguments."""
-    if not isinstance(device, DeviceModel):
-        device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
-    if run is not None:
-        device = as_in_run(device, job, run)
-    dry_job = DryJob(job, device, evaluates, progress)
-    if probe:
-        dry_job.probe()
-    return dry_job
+    return DryJob(job, device, evaluates).estimate()

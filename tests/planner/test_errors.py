@@ -35,7 +35,6 @@ def test_the_place_is_the_last_in_the_users_code(tmp_path):
     assert "RuntimeError: size mismatch" in line
     assert "in users/modeling/head.py:3 in forward)" in line
     assert "--batch MODULE:FUNCTION" in line
-    assert "--probe" in line
 
 
 def test_detectron2s_projects_are_the_users_code(tmp_path):
@@ -77,17 +76,13 @@ def test_what_needs_a_gpu_or_a_compiled_operator(error):
     def run():
         raise error
 
-    assert "build the project's operators, or measure on a GPU, with --probe" in line_of(run)
+    assert "build the project's operators" in line_of(run)
 
 
 def test_a_file_that_a_model_reads_is_missing():
     line = line_of(lambda: torch.load("/no/dla34.pth"))
     assert "FileNotFoundError" in line
-    assert line.endswith("before its first step: put the file there")
-
-
-def test_a_model_that_needs_other_ranks():
-    assert "this is one process" in line_of(torch.distributed.get_rank)
+    assert line.endswith("before its first step: put it there")
 
 
 def test_errors_of_d2_memfit_stay_as_they_are():
