@@ -78,6 +78,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--output": ("file for the planned config", _FILE),
     "--overwrite": ("replace outputs that exist, instead of an error", _FLAG),
     "--prefer": ("speed: the plan that is predicted to be faster", {"choices": ("exact", "speed")}),
+    "--probe": ("measure on this machine's GPU, instead of a dry run", _FLAG),
     "--project": ("a function that adds keys, or a folder of modules", {**_FUNCTION, **_MANY}),
     "--resume": ("continue from the last checkpoint in OUTPUT_DIR", _FLAG),
     "--seconds": ("time limit; run again for the rest (480)", {"type": float, "default": 480}),
@@ -92,7 +93,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 _PROJECT = "--config-file --project --trainer --coco --card"
 _JOB = f"{_PROJECT} --num-gpus --batch --image-size --instances --details"
 _ANSWER = "--json --html --overwrite"
-_ESTIMATE = f"{_JOB} {_ANSWER} --device --training-only opts"
+_ESTIMATE = f"{_JOB} {_ANSWER} --device --probe --training-only opts"
 _OF_COMMANDS = {
     "explain": f"log {_PROJECT} {_ANSWER} --image-size --instances --details --output",
     "estimate": f"{_ESTIMATE} --inference-only",

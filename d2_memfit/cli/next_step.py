@@ -20,7 +20,7 @@ _NOT_OF_MEMORY = ("diverged", "error")
 _BUDGETS = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
 # Options of a job and of its plan; those that are True have no value.
 _OPTIONS = [
-    *("config_file", "trainer", "batch", "image_size", "instances", "device"),
+    *("config_file", "trainer", "batch", "image_size", "instances", "device", "probe"),
     *("training_only", "card", "budget", "allow", "prefer", "num_gpus", "project", "coco"),
 ]
 

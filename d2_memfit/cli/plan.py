@@ -12,6 +12,7 @@ from ..common.files import output_file
 from ..config.cards import find_card
 from ..errors import ConfigError
 from ..job import Job
+from ..memory import use_expandable_segments
 from ..planner.estimate import DryJob
 from ..planner.plan import plan_memory
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
@@ -41,8 +42,10 @@ def estimate(args: argparse.Namespace) -> None:
         return
     progress = show_progress if sys.stderr.isatty() else str  # its output has nothing else
     dry_job = DryJob(job, device, not args.training_only, progress)
+    if args.probe:
+        dry_job.probe()
     estimate, budget_gb = dry_job.estimate(), job.budget_gb
-    if budget_gb is not None:
+    if budget_gb is not None and not args.probe:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
     fits = budget_gb is not None and dry_job.fits(budget_gb)
     answer = answer_of_estimate(estimate, budget_gb, fits)
@@ -68,6 +71,7 @@ def plan(args: argparse.Namespace) -> None:
         allow=args.allow.split(",") if args.allow else job.cfg.MEMFIT.PLAN.ALLOW,
         device=device,
         progress=show_progress,
+        probe=args.probe,
         evaluates=not args.training_only,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         counts_objects=True,
@@ -119,6 +123,8 @@ def with_notes(args: argparse.Namespace, answer: str, details: str) -> tuple[str
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of a command."""
     cfg = load_config(args)
+    if args.probe:
+        use_expandable_segments()  # as in training under a budget, and before CUDA is started
     card = find_card(args.card or "")
     return cfg, job_of(args, cfg), args.device or (card.device if card else None)
 

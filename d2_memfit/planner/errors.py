@@ -84,9 +84,10 @@ def _advice(error: Exception) -> str:
         return "The job needs a file or a library before its first step: put it there"
     if re.search(_NEEDS_GPU, str(error)):
         return (
-            "It needs a GPU or an operator that is not compiled here: build the project's operators"
+            "It needs a GPU or an operator that is not compiled here: build the project's "
+            "operators, or measure on a GPU, with --probe"
         )
     return (
         "If the project's own training runs in this environment, its batch differs: give one, with "
-        "--batch MODULE:FUNCTION"
+        "--batch MODULE:FUNCTION; or measure on a GPU, with --probe"
     )

@@ -27,6 +27,7 @@ from ..memory import segments_expand
 from ..techniques.host import loader_bytes
 from .device import DeviceModel, DeviceUse
 from .errors import one_line_errors
+from .probe import check_probe, measured_uses
 from .steps import Session
 from .timeline import Allocate, Timeline
 from .worst_outputs import parts_with_roi_heads
@@ -143,12 +144,25 @@ class DryJob:
         self._runs: dict[tuple[int, bool], Timeline] = {}  # by images, and whether it accumulates
         self._known: dict[Any, Any] = {}  # what is computed from them
         self.expandable_segments = segments_expand(under_budget=job.budget_gb is not None)
+        self.measured: list[DeviceUse] = []  # by a probe: training, and evaluation
+        self.notes: tuple[str, ...] = ()
 
     def with_images(self, num_images: int) -> "DryJob":
         """The same job in micro-batches of another size, with the same dry runs."""
         other = copy(self)
         other.job = self.job.with_settings({"MEMFIT.MICRO_BATCH": num_images})
         return other
+
+    def probe(self) -> None:
+        """Measure the largest batch on this machine's GPU; :meth:`uses` then has what it took.
+
+        Raises:
+            ConfigError: there is no GPU.
+        """
+        check_probe(self.device)
+        self.measured = measured_uses(self.job, self.evaluates, self.use().breakdown)
+        if not self.measured:
+            self.notes = ("The GPU cannot hold the largest batch: estimated by a dry run",)
 
     @property
     def num_images(self) -> int:
@@ -254,6 +268,9 @@ class DryJob:
 
     def uses(self, num_images: Optional[int] = None) -> Iterator[DeviceUse]:
         """Device memory of training, and of evaluation if there is one."""
+        if self.measured and num_images in (None, self.num_images):
+            yield from self.measured
+            return
         yield self.use(num_images)
         if self.evaluation is not None:
             yield self._use(self.evaluation)
@@ -324,7 +341,7 @@ class DryJob:
         """One line for each thing that is not known, with the value assumed for it."""
         batches = self.job.batches
         of_evaluation = batches.evaluation_assumptions if self.evaluates else ()
-        return tuple(dict.fromkeys([*self.job.assumptions, *of_evaluation]))
+        return tuple(dict.fromkeys([*self.job.assumptions, *of_evaluation, *self.notes]))
 
     @property
     def at_least(self) -> tuple[str, ...]:
@@ -502,6 +519,7 @@ def estimate_memory(
     cfg: Union[CfgNode, DictConfig, Job],
     num_gpus: Optional[int] = None,
     device: Optional[str] = None,
+    probe: bool = False,
     *,
     evaluates: bool = True,
     **given: Any,
@@ -515,6 +533,7 @@ def estimate_memory(
             world size of this process.
         device: as for :meth:`DeviceModel.choose`. None is the CPU with MODEL.DEVICE cpu, else this
             machine's GPU, else a current CUDA card.
+        probe: run the iteration on this machine's GPU, and measure it.
         evaluates: whether to include evaluation, or training alone.
         given: ``trainer=`` the class that trains, with the ``build_*`` methods of
             ``DefaultTrainer``; and, in place of what the job's own mapper makes from the largest
@@ -522,7 +541,11 @@ def estimate_memory(
             :meth:`Job.from_cfg`.
 
     Raises:
-        ConfigError: a value in the config cannot work, or its model cannot be built.
+        ConfigError: a value in the config cannot work, its model cannot be built, or there is no
+            GPU to probe.
     """
     job = Job.from_any(cfg, ranks=num_gpus, **given)
-    return DryJob(job, device, evaluates).estimate()
+    dry_job = DryJob(job, device, evaluates)
+    if probe:
+        dry_job.probe()
+    return dry_job.estimate()

@@ -112,6 +112,7 @@ def plan_memory(
     allow: Sequence[str] = ("exact", "precision"),
     device: Union[DeviceModel, str, None] = None,
     progress: Callable[[str], None] = lambda line: None,
+    probe: bool = False,
     *,
     evaluates: bool = True,
     prefer: str = "exact",
@@ -126,6 +127,7 @@ def plan_memory(
         budget_gb: device memory for the whole process, in GB of 2^30 bytes.
         allow: tiers that may be used, of "exact", "precision" and "recipe".
         progress: called with a line before each dry run.
+        probe: whether to measure the final plan on this machine's GPU.
         cfg, num_gpus, device, evaluates, given: as for :func:`~d2_memfit.estimate_memory`.
         prefer: "exact", or "speed" for mixed precision first, where the card is faster with it.
         counts_objects: whether to tell how many objects fit.
@@ -146,7 +148,7 @@ def plan_memory(
     if is_more and (warning := why_no_card_has(budget_gb)):
         logger.warning(warning)
     ladder = Ladder(start, budget_gb, [tier for tier in TIERS if tier in allow], prefer, progress)
-    return ladder.plan(counts_objects)
+    return ladder.plan(probe, counts_objects and not probe)
 
 
 class Ladder:
@@ -375,10 +377,11 @@ class Ladder:
             self._progress(f"{name} is left out: {e}")
             return False
 
-    def plan(self, counts_objects: bool = False) -> Plan:
+    def plan(self, probe: bool = False, counts_objects: bool = False) -> Plan:
         """Make the plan.
 
         Args:
+            probe: whether to measure it on this machine's GPU.
             counts_objects: whether to tell how many objects fit.
         """
         found = self.search()
@@ -386,9 +389,9 @@ class Ladder:
         rung, dry_job = self._dry_job(rung)
         if num_images < self._start.num_images:
             dry_job = dry_job.with_images(num_images)
-        dry_job.whole()
+        dry_job.probe() if probe else dry_job.whole()
         least = max(dry_job.budget_bytes(use) for use in dry_job.uses())
-        fits = found is not None
+        fits = found is not None and least <= self._budget_gb * GB
         must_allow = () if fits else next(filter(self._would_fit, self._more_tiers()), ())
         steps = self._steps(rung, num_images)
         settings = {key: value for step in steps for key, value in step.settings.items()}

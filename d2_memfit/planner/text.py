@@ -78,7 +78,7 @@ def answer_of_plan(plan: Plan) -> str:
 
 
 def describe_estimate(e: MemoryEstimate) -> str:
-    """All that is known of an estimate: what is assumed, and each of its fields."""
+    """All that is known of an estimate: a line for each thing that is not known, and all numbers."""
     lines = [
         *(f"Assumed: {line}" for line in e.assumptions),
         *(f"At least: {line}" for line in e.at_least),

@@ -293,6 +293,7 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         ),
         (["plan", "--budget", "6", "--allow", "all"], "allow must be some of exact, precision, re"),
         (["estimate", "--device", "v10"], "there is no device 'v10' (did you mean v100 or "),
+        (["estimate", "--device", "cpu", "--probe"], "--probe runs the largest batch on a GPU"),
         (["estimate", "--num-gpus", "0"], "num_gpus must be a positive integer, got 0"),
         (["estimate", "MODEL.BACKBONE.NAME", "x"], "does not run (KeyError: "),
         (["estimate", "--project", "point_rend"], "--project must be MODULE:FUNCTION, such as det"),

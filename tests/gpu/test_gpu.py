@@ -33,7 +33,8 @@ from tiny import (
 )
 from torch import nn
 
-from d2_memfit import AccumulatingTrainer
+from d2_memfit import AccumulatingTrainer, estimate_memory, plan_memory
+from d2_memfit.compat.pytorch import clear_cublas_workspaces
 from d2_memfit.config.load import with_settings
 from d2_memfit.config.precision import Precision
 from d2_memfit.config.settings import RecoveryOptions
@@ -315,6 +316,40 @@ def test_dry_runs_have_the_number_formats_of_autocast(device):
     with cuda_as_cpu(casts_of_cuda()):
         expected = formats("cpu")
     assert formats("cuda") == expected
+
+
+def job_to_probe(gpu, num_images):
+    cfg = tiny_cfg("mask_rcnn", device=gpu)
+    cfg.SOLVER.IMS_PER_BATCH = num_images
+    torch.zeros(1, device=gpu)
+    return cfg
+
+
+def test_a_probe_leaves_nothing_behind(gpu):
+    def state():
+        clear_cublas_workspaces()
+        torch.cuda.empty_cache()
+        random_state = torch.cuda.get_rng_state(gpu).tolist(), torch.get_rng_state().tolist()
+        return torch.cuda.memory_allocated(gpu), *random_state
+
+    cfg = job_to_probe(gpu, 2)
+    before = state()
+    measured = estimate_memory(cfg, batch=WorstCase((240, 320), 5), probe=True)
+    assert state() == before
+    total = sum(measured.breakdown.values())
+    assert total == pytest.approx(measured.peak_allocated_gb, rel=1e-6)
+    half = torch.cuda.get_device_properties(gpu).total_memory // 2
+    torch.empty(half, dtype=torch.uint8, device=gpu)  # no limit is left
+
+
+@pytest.mark.parametrize("device", [GPU], indirect=True)
+def test_a_plan_of_probes_fits(device):
+    cfg = job_to_probe(device, 8)
+    measured = estimate_memory(cfg, batch=CASE, probe=True)
+    budget_gb = (measured.device_total_gb - 0.3 * measured.peak_allocated_gb) / 0.9
+    plan = plan_memory(cfg, budget_gb, batch=CASE, probe=True)
+    assert plan.fits
+    assert plan.estimate.device_total_gb <= 0.95 * budget_gb
 
 
 def test_steps_in_float32_are_detectron2s(device):

@@ -35,6 +35,7 @@ def test_the_place_is_the_last_in_the_users_code(tmp_path):
     assert "RuntimeError: size mismatch" in line
     assert "in users/modeling/head.py:3 in forward)" in line
     assert "--batch MODULE:FUNCTION" in line
+    assert "--probe" in line
 
 
 def test_detectron2s_projects_are_the_users_code(tmp_path):
@@ -76,7 +77,7 @@ def test_what_needs_a_gpu_or_a_compiled_operator(error):
     def run():
         raise error
 
-    assert "build the project's operators" in line_of(run)
+    assert "build the project's operators, or measure on a GPU, with --probe" in line_of(run)
 
 
 def test_a_file_that_a_model_reads_is_missing():

@@ -24,6 +24,10 @@ from tiny_transformers import (
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.errors import ConfigError
+from d2_memfit.memory import TensorMeter
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.estimate import DryJob
+from d2_memfit.planner.probe import run_for_real
 from d2_memfit.planner.steps import Session
 
 transformers = pytest.importorskip("transformers")
@@ -201,15 +205,15 @@ def test_multi_scale_draws_squares_and_a_dry_run_takes_the_largest(coins):
 @pytest.mark.parametrize(
     ("kind", "has_masks"), [("rf_detr", True), ("rt_detr_v2", False), ("mask2former", True)]
 )
-def test_a_computed_step_has_the_peak_of_a_dry_one(kind, has_masks, computing):
+def test_a_real_step_has_the_peak_of_a_dry_one(kind, has_masks):
     cfg = tiny_transformers_cfg(kind, has_masks)
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.TRANSFORMERS.EMA_DECAY = 0.9
     job = Job.from_trainer(Trainer, cfg, 1, batch=images(2, size=RESOLUTION))
-    dry = Session(job).train(job.training_batch(2))
-    computing()
-    computed = Session(job).train(job.training_batch(2))
-    assert sum(dry.peak().values()) == pytest.approx(sum(computed.peak().values()), rel=0.025)
+    dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
+    with TensorMeter() as meter:
+        next(run_for_real(job, "cpu"))
+    assert meter.peak_bytes == pytest.approx(sum(dry_job.training.peak().values()), rel=0.025)
 
 
 def test_the_average_follows_the_weights_and_is_what_is_evaluated():
