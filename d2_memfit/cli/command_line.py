@@ -81,6 +81,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--probe": ("measure on this machine's GPU, instead of a dry run", _FLAG),
     "--project": ("a function that adds keys, or a folder of modules", {**_FUNCTION, **_MANY}),
     "--resume": ("continue from the last checkpoint in OUTPUT_DIR", _FLAG),
+    "--run": ("folder of an earlier run here, whose peaks correct the estimate", {"type": Path}),
     "--seconds": ("time limit; run again for the rest (480)", {"type": float, "default": 480}),
     "--small": ("small images, for a rehearsal", _FLAG),
     "--tile-size": ("cut images into overlapping tiles of this size, in pixels", _INT),
@@ -93,7 +94,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 _PROJECT = "--config-file --project --trainer --coco --card"
 _JOB = f"{_PROJECT} --num-gpus --batch --image-size --instances --details"
 _ANSWER = "--json --html --overwrite"
-_ESTIMATE = f"{_JOB} {_ANSWER} --device --probe --training-only opts"
+_ESTIMATE = f"{_JOB} {_ANSWER} --device --probe --run --training-only opts"
 _OF_COMMANDS = {
     "explain": f"log {_PROJECT} {_ANSWER} --image-size --instances --details --output",
     "estimate": f"{_ESTIMATE} --inference-only",

@@ -41,7 +41,7 @@ def estimate(args: argparse.Namespace) -> None:
         _print(args, inference, str(inference), "", "")
         return
     progress = show_progress if sys.stderr.isatty() else str  # its output has nothing else
-    dry_job = DryJob(job, device, not args.training_only, progress)
+    dry_job = DryJob(job, device, not args.training_only, progress, args.run)
     if args.probe:
         dry_job.probe()
     estimate, budget_gb = dry_job.estimate(), job.budget_gb
@@ -75,6 +75,7 @@ def plan(args: argparse.Namespace) -> None:
         evaluates=not args.training_only,
         prefer=args.prefer or job.cfg.MEMFIT.PLAN.PREFER,
         counts_objects=True,
+        run=args.run,
     )
     answer, details = answer_of_plan(plan), describe_plan(plan)
     next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)
@@ -87,7 +88,7 @@ def plan(args: argparse.Namespace) -> None:
             ("without the plan", job),
             ("with the plan", job.with_settings(plan.settings)),
         ):
-            dry_job = DryJob(of_step, device, evaluates=False)
+            dry_job = DryJob(of_step, device, evaluates=False, run=args.run)
             steps[name] = dry_job.device.events(dry_job.whole())
         write_page(args.html, f"A plan for {plan.budget_gb:.4g} GB", texts, steps, plan.budget_gb)
     if args.output is not None and plan.fits:
@@ -123,6 +124,8 @@ def with_notes(args: argparse.Namespace, answer: str, details: str) -> tuple[str
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of a command."""
     cfg = load_config(args)
+    if args.probe and args.run:
+        raise ConfigError("--probe and --run: a measurement is not corrected, give one of them")
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     card = find_card(args.card or "")

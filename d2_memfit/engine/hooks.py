@@ -285,8 +285,8 @@ class MemorySnapshot(MemoryHook):
 class PeakRecorder(MemoryHook):
     """Records the peaks of training when it ends.
 
-    They are written to OUTPUT_DIR/memfit_peaks.json. Runs of fewer than 3 iterations are not
-    recorded. Evaluations are not included.
+    They are written to OUTPUT_DIR/memfit_peaks.json, from which later plans can start. Runs of
+    fewer than 3 iterations are not recorded. Evaluations are not included.
 
     Register it on the main process, before hooks that evaluate. It does not affect training: it
     reads counters of the device before and after each step.

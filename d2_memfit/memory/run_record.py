@@ -12,7 +12,7 @@ import torch
 
 from .. import __version__
 from ..common.files import whole_file
-from ..common.reading import Name
+from ..common.reading import Name, load_fields, load_json
 from ..common.units import MB
 
 __all__ = ["FIGURES", "RunRecord", "device_and_software", "figures_of_plan"]
@@ -58,6 +58,17 @@ class RunRecord:
         os.makedirs(folder, exist_ok=True)
         with whole_file(Path(folder) / _FILE_NAME, "w") as file:
             json.dump(asdict(self), file, indent=1, default=list)  # a LazyConfig has other lists
+
+    @classmethod
+    def read(cls, folder: Name) -> "RunRecord":
+        """Read memfit_peaks.json of a run.
+
+        Raises:
+            DataError: there is none, or it is torn or of another version.
+        """
+        path = Path(folder) / _FILE_NAME
+        record: RunRecord = load_fields(cls, load_json(path, "the record of a run "), str(path))
+        return record
 
 
 def device_and_software(device: torch.device) -> dict[str, Any]:

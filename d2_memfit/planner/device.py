@@ -19,7 +19,7 @@ from .timeline import Allocate, Allocation, Change, Free, Timeline, Workspace
 __all__ = ["DeviceModel", "DeviceUse", "device_names"]
 
 SHARE_OF_SOFTWARE = 0.06  # of the tensors, that other software may need more or less
-_SHARE_ON_A_CPU = 0.02  # the same
+_SAME_SOFTWARE = 0.02  # on the CPU, and if a run of the same model was measured
 # What a context and loaded kernels take at most, and what a process on a CPU takes beside its
 # tensors, in MB (docs/HOW_ACCURATE.md).
 _CONTEXT_MB, _OF_A_CPU_MB = 426 + 380, 360
@@ -69,6 +69,9 @@ class DeviceModel:
         usable_gb: what PyTorch reports for the card; 0 if that is not known.
         float16_fails: whether training in float16 is known to give NaN.
         card_is_known, release_is_known: whether a log says the card and a current PyTorch.
+        context_is_measured, tensors_are_measured: whether ``context_mb`` and ``other_tensors_mb``
+            are from a run.
+        from_run: a line about that run.
     """
 
     name: str = "cuda"
@@ -84,6 +87,9 @@ class DeviceModel:
     float16_fails: bool = False
     card_is_known: bool = True
     release_is_known: bool = True
+    context_is_measured: bool = False
+    tensors_are_measured: bool = False
+    from_run: str = ""
 
     @classmethod
     def load(cls, name: str) -> "DeviceModel":
@@ -153,9 +159,11 @@ class DeviceModel:
     def margin(self) -> tuple[float, float]:
         """What may be needed above a prediction: a share of the tensors, and bytes."""
         if self.is_gpu:
+            share = _SAME_SOFTWARE if self.tensors_are_measured else SHARE_OF_SOFTWARE
             more_mb = _CONTEXT_MB - self.context_mb - self.kernels_mb
-            return SHARE_OF_SOFTWARE, max(more_mb, 0.0) * MB
-        return _SHARE_ON_A_CPU, max(_OF_A_CPU_MB - self.other_tensors_mb, 0.0) * MB
+            return share, 0.0 if self.context_is_measured else max(more_mb, 0.0) * MB
+        more_mb = 0.0 if self.tensors_are_measured else _OF_A_CPU_MB - self.other_tensors_mb
+        return _SAME_SOFTWARE, max(more_mb, 0.0) * MB
 
     def use(
         self, timeline: Timeline, expandable_segments: bool = False, ranks: int = 1

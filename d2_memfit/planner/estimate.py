@@ -27,6 +27,7 @@ from ..memory import segments_expand
 from ..techniques.host import loader_bytes
 from .device import DeviceModel, DeviceUse
 from .errors import one_line_errors
+from .from_run import as_in_run
 from .probe import check_probe, measured_uses
 from .steps import Session
 from .timeline import Allocate, Timeline
@@ -53,6 +54,7 @@ class MemoryEstimate:
 
     Attributes:
         device: description of the device.
+        from_run: a line about the earlier run that corrects the estimate; "" without one.
         num_gpus: ranks that train together.
         images_per_gpu: images in a batch of the loader, SOLVER.IMS_PER_BATCH / num_gpus.
         micro_batch_size: images in one forward.
@@ -87,6 +89,7 @@ class MemoryEstimate:
     """
 
     device: str
+    from_run: str
     num_gpus: int
     images_per_gpu: int
     micro_batch_size: int
@@ -121,6 +124,7 @@ class DryJob:
         device: the device to predict for, also by its name, as for :meth:`DeviceModel.choose`.
         evaluates: whether to include evaluation, or training alone.
         progress: called with a line before each dry run.
+        run: OUTPUT_DIR of an earlier run, whose peaks correct the device.
         like: a job whose evaluation needs the same memory.
 
     Attributes:
@@ -134,10 +138,13 @@ class DryJob:
         device: Union[DeviceModel, str, None] = None,
         evaluates: bool = True,
         progress: Callable[[str], Any] = str,
+        run: Optional[Union[str, Path]] = None,
         like: Optional["DryJob"] = None,
     ) -> None:
         if not isinstance(device, DeviceModel):
             device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
+        if run is not None:
+            device = as_in_run(device, job, run)
         self.job, self.device = job, device
         self.evaluates = evaluates and job.evaluates
         self._progress, self._like = progress, like
@@ -393,6 +400,7 @@ class DryJob:
         outside, (_, of_context) = total - use.allocated_bytes, self.device.margin
         return MemoryEstimate(
             device=self.device.description,
+            from_run=self.device.from_run,
             num_gpus=geometry.ranks,
             images_per_gpu=geometry.images_per_batch,
             micro_batch_size=geometry.largest_micro_batch,
@@ -522,6 +530,7 @@ def estimate_memory(
     probe: bool = False,
     *,
     evaluates: bool = True,
+    run: Optional[Union[str, Path]] = None,
     **given: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of a job without a GPU, by a dry run of its largest iteration.
@@ -535,17 +544,19 @@ def estimate_memory(
             machine's GPU, else a current CUDA card.
         probe: run the iteration on this machine's GPU, and measure it.
         evaluates: whether to include evaluation, or training alone.
+        run: OUTPUT_DIR of an earlier run of this model on this machine. Its peaks correct the
+            estimate.
         given: ``trainer=`` the class that trains, with the ``build_*`` methods of
             ``DefaultTrainer``; and, in place of what the job's own mapper makes from the largest
             images of its datasets, ``batch=``, ``image_size=`` or ``num_instances=``, as for
             :meth:`Job.from_cfg`.
 
     Raises:
-        ConfigError: a value in the config cannot work, its model cannot be built, or there is no
-            GPU to probe.
+        ConfigError: a value in the config cannot work, its model cannot be built, there is no GPU
+            to probe, or ``run`` says nothing about the job.
     """
     job = Job.from_any(cfg, ranks=num_gpus, **given)
-    dry_job = DryJob(job, device, evaluates)
+    dry_job = DryJob(job, device, evaluates, run=run)
     if probe:
         dry_job.probe()
     return dry_job.estimate()

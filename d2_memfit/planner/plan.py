@@ -117,6 +117,7 @@ def plan_memory(
     evaluates: bool = True,
     prefer: str = "exact",
     counts_objects: bool = False,
+    run: Optional[Union[str, Path]] = None,
     **given: Any,
 ) -> Plan:
     """Find the least harmful changes with which a job fits a budget.
@@ -128,7 +129,7 @@ def plan_memory(
         allow: tiers that may be used, of "exact", "precision" and "recipe".
         progress: called with a line before each dry run.
         probe: whether to measure the final plan on this machine's GPU.
-        cfg, num_gpus, device, evaluates, given: as for :func:`~d2_memfit.estimate_memory`.
+        cfg, num_gpus, device, evaluates, run, given: as for :func:`~d2_memfit.estimate_memory`.
         prefer: "exact", or "speed" for mixed precision first, where the card is faster with it.
         counts_objects: whether to tell how many objects fit.
 
@@ -143,7 +144,7 @@ def plan_memory(
         raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
     job = Job.from_any(cfg, ranks=num_gpus, **given)
     job = job.with_settings({"MEMFIT.BUDGET_GB": budget_gb})
-    start = DryJob(job, device, evaluates, progress)
+    start = DryJob(job, device, evaluates, progress, run)
     is_more = start.device.is_gpu and budget_gb > start.device.usable_gb
     if is_more and (warning := why_no_card_has(budget_gb)):
         logger.warning(warning)

@@ -24,7 +24,7 @@ _MOST_STEPS = 3  # lines
 _WIDTH = 100  # of a line about what is assumed
 _WIDTH_OF_KEYS = 200  # of a line with keys, which are copied
 _LARGEST = 3  # owners at the peak
-_AS_LINES = ("assumptions", "at_least", "wider", "objects_that_fit")
+_AS_LINES = ("from_run", "assumptions", "at_least", "wider", "objects_that_fit")
 _MUCH = 1.01  # times the work of an iteration, from which on a plan says so
 
 
@@ -80,6 +80,7 @@ def answer_of_plan(plan: Plan) -> str:
 def describe_estimate(e: MemoryEstimate) -> str:
     """All that is known of an estimate: a line for each thing that is not known, and all numbers."""
     lines = [
+        e.from_run,
         *(f"Assumed: {line}" for line in e.assumptions),
         *(f"At least: {line}" for line in e.at_least),
         *(f"Its range is wider because {line}" for line in e.wider),

@@ -1,0 +1,181 @@
+# Copyright (c) the d2_memfit developers.
+"""Estimates that start from what a run has measured."""
+
+import json
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+import yaml
+from tiny import run_process, tiny_cfg
+
+from d2_memfit import Job, estimate_memory
+from d2_memfit.errors import ConfigError
+from d2_memfit.memory import RunRecord, device_and_software
+from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.from_run import as_in_run
+from d2_memfit.planner.plan import plan_memory
+from d2_memfit.planner.text import describe_estimate, describe_plan
+
+pytestmark = pytest.mark.slow
+
+MB = 2**20
+GB = 2**30
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    cfg = tiny_cfg("retinanet", fpn=False)
+    cfg.DATASETS.TEST = ()
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    cfg.freeze()
+    return cfg
+
+
+@pytest.fixture
+def wrong(tmp_path):
+    """A device file with numbers far from those of any CPU."""
+    values = {**asdict(DeviceModel.load("cpu")), "context_mb": 4000, "other_tensors_mb": 0}
+    file = tmp_path / "wrong.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return str(file)
+
+
+@pytest.fixture
+def keep(tmp_path):
+    """Keeps a record of a run of a job."""
+
+    def write(cfg, **values):
+        record = RunRecord(
+            date="2026-11-24 13:05:59",
+            here=device_and_software(torch.device("cpu")),
+            ranks=1,
+            family=Job.from_any(cfg).family,
+            predicted_gb=[0.25, 0.25, 0.3],
+            iterations=5,
+            had_errors=False,
+            allocated_bytes=900 * MB,
+            outside_bytes=300 * MB,
+        )
+        replace(record, **values).write(tmp_path / "run")
+        return tmp_path / "run"
+
+    return write
+
+
+def estimate(cfg, device, size=(64, 128), run=None):
+    return estimate_memory(cfg, device=device, num_instances=3, image_size=size, run=run)
+
+
+def predicting(e):
+    return [e.peak_allocated_gb, e.peak_reserved_gb, 0.3]
+
+
+def test_what_a_run_took_more_counts_for_the_next_estimate(cfg, wrong, keep):
+    before = estimate(cfg, wrong)
+    assert before.from_run == ""
+    after = estimate(cfg, wrong, run=keep(cfg, predicted_gb=predicting(before)))
+    assert after.peak_allocated_gb == pytest.approx(900 / 1024, rel=1e-3)
+    assert after.outside["context"] == pytest.approx(300 / 1024, rel=1e-6)
+    line = "Starts from a run here on 2026-11-24 13:05 UTC, 5 iterations: 0.88 GB allocated where "
+    assert line in describe_estimate(after)
+
+
+def test_a_short_run_that_took_less_is_not_believed(cfg, keep):
+    before = estimate(cfg, "cpu")
+    run = keep(cfg, predicted_gb=predicting(before), allocated_bytes=1 * MB)
+    assert estimate(cfg, "cpu", run=run).peak_allocated_gb == before.peak_allocated_gb
+
+
+def test_a_long_run_that_took_less_is_believed(cfg, keep):
+    before = estimate(cfg, "cpu")
+    less = round(before.peak_allocated_gb * GB) - 100 * MB
+    run = keep(cfg, predicted_gb=predicting(before), iterations=1000, allocated_bytes=less)
+    after = estimate(cfg, "cpu", run=run)
+    assert after.peak_allocated_gb == pytest.approx(before.peak_allocated_gb - 100 / 1024, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"ranks": 2}, "it had 2 ranks, not 1"),
+        ({"family": "another"}, "it trained another model"),
+        ({"had_errors": True}, "it ran out of memory"),
+        ({"here": {"device": "another"}}, "it had another device, or other software"),
+        ({"predicted_gb": []}, "it has no memfit_plan"),
+    ],
+)
+def test_a_run_of_something_else_is_an_error(cfg, values, reason, keep):
+    with pytest.raises(ConfigError, match=reason):
+        estimate(cfg, "cpu", run=keep(cfg, **values))
+
+
+def test_plans_start_from_a_run_too_and_say_so(cfg, wrong, keep):
+    run = keep(cfg)
+    options = {"num_instances": 3, "image_size": (64, 128)}
+    plan = plan_memory(cfg, 4.0, device=wrong, run=run, **options)
+    before = estimate(cfg, wrong)
+    more = (900 * MB / GB) - 0.25
+    assert plan.estimate.peak_allocated_gb == pytest.approx(
+        before.peak_allocated_gb + more, rel=1e-3
+    )
+    assert "Starts from a run here on 2026-11-24" in describe_plan(plan)
+
+
+class Gpu:
+    """What the planner asks of a GPU that is not there."""
+
+    def __init__(self, monkeypatch, name):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        here = device_and_software(torch.device("cpu"))
+        monkeypatch.setattr("d2_memfit.planner.from_run.device_and_software", lambda _: here)
+
+
+def test_on_a_gpu_a_run_tells_what_is_outside(cfg, monkeypatch, keep):
+    Gpu(monkeypatch, "NVIDIA GeForce RTX 3060")
+    job = Job.from_cfg(cfg, num_instances=3, image_size=(64, 128))
+    found = as_in_run(DeviceModel.load("rtx_3060"), job, keep(cfg))
+    assert (found.context_mb, found.kernels_mb, found.nccl_mb) == (300, 0, (0, 0))
+    assert found.other_tensors_mb == pytest.approx(900 - 256, abs=1)
+    with pytest.raises(ConfigError, match="another device"):
+        as_in_run(DeviceModel.load("rtx_3070"), job, keep(cfg))
+
+
+def command(name, *options, config="COCO-Detection/retinanet_R_50_FPN_1x.yaml"):
+    """Run d2-memfit in a process of its own, on the CPU."""
+    opts = ["MODEL.DEVICE", "cpu", "DATALOADER.NUM_WORKERS", "0"]
+    opts += ["SOLVER.MAX_ITER", "5", "SOLVER.IMS_PER_BATCH", "2", "SOLVER.BASE_LR", "1e-6"]
+    opts += ["INPUT.MIN_SIZE_TRAIN", "(160,)", "MODEL.WEIGHTS", "", "SEED", "1"]
+    first = [sys.executable, "-m", "d2_memfit", name, "--config-file", config]
+    run = run_process([*first, *options[:-2], *opts, *options[-2:]])
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.long
+def test_a_wrong_device_file_is_put_right_by_one_run(coins, wrong, tmp_path):
+    """End to end: what the job takes in another run is within 2% of the estimate."""
+    data = "--coco", "learned_train", coins / "train.json", coins / "train"
+    ask = *data, "--training-only", "--json", "--device", wrong, "OUTPUT_DIR", "none"
+
+    def needs(*run):
+        e = json.loads(command("estimate", *run, *ask))
+        return e["peak_allocated_gb"], e["device_total_gb"]
+
+    def runs(folder):
+        plan = *data, "--training-only", "--device", wrong, "--budget", "9"
+        command("plan", *plan, "--output", tmp_path / f"{folder}.yaml", "OUTPUT_DIR", "none")
+        command("train", *data, "OUTPUT_DIR", tmp_path / folder, config=tmp_path / f"{folder}.yaml")
+        record = json.loads((tmp_path / folder / "memfit_peaks.json").read_text())
+        allocated, outside = record["allocated_bytes"], record["outside_bytes"]
+        return allocated / GB, (allocated + outside) / GB
+
+    before = needs()
+    runs("first")
+    after, real = needs("--run", tmp_path / "first"), runs("second")
+    assert before[1] > 2 * real[1]
+    assert before[0] < 0.98 * real[0]
+    assert after == pytest.approx(real, rel=0.02)
