@@ -5,7 +5,7 @@ import pytest
 from made_up_logs import OOM, TRACEBACK, headed, log
 
 from d2_memfit.explain.records import read_parts
-from d2_memfit.explain.text import answer_of_run, describe_run, describe_runs
+from d2_memfit.explain.text import answer_of_run, details_of
 from d2_memfit.explain.verdict import explain_run
 
 ALONE = OOM.replace("this process has 8.50", "this process has 9.50")
@@ -26,7 +26,7 @@ def text_of(*end, **options):
 def both(run):
     """The answer and its details."""
     told = explain_run("run 1", run, None, "its code is not here")
-    return f"{answer_of_run(run, told, None, None)}\n\n{describe_run(run, told, None)}"
+    return f"{answer_of_run(run, told, None)}\n\n{details_of([told], told)}"
 
 
 def test_an_error_alone_does_not_tell_when_it_happened():
@@ -99,7 +99,7 @@ def test_several_runs_show_the_peak_by_batch():
              for n in (2, 8)]  # fmt: skip
     runs = runs_in("".join(texts).splitlines())
     told = [explain_run(f"run {i}", run, None) for i, run in enumerate(runs, 1)]
-    assert describe_runs(told).splitlines() == [
+    assert details_of(told, told[0]).splitlines() == [
         "run 1: running, 1 images per GPU, peak 2.93 GB, 0.25 s per iteration",
         "run 2: running, 4 images per GPU, peak 2.93 GB, 0.25 s per iteration",
     ]
