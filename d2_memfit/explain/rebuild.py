@@ -15,7 +15,7 @@ from detectron2.engine import DefaultTrainer
 from detectron2.modeling import META_ARCH_REGISTRY
 
 from ..common.reading import SafeLoader
-from ..config.cards import Card, cards_named, find_card
+from ..config.cards import Card, find_card
 from ..config.load import load_cfg
 from ..data.registration import register_coco
 from ..errors import ConfigError
@@ -191,10 +191,8 @@ def card_of(run: LoggedRun) -> tuple[Optional[Card], Optional[float]]:
     sizes = re.findall(r"(?i)\b(\d+) ?GB", name)  # of a slice of a card, the last
     total = run.oom.total_mib if run.oom else None
     said = float(sizes[-1]) if sizes else total and round(total / 1024)
-    if said is None:  # then a size that holds the peak
-        peak = (run.peak_mib or 0) / 1024
-        said = next((c.memory_gb for c in cards_named(name) if c.memory_gb > peak), None)
-    return find_card(name, said), said
+    card = find_card(name, said)
+    return card, card.memory_gb if card and said is None else said
 
 
 def release_of(run: LoggedRun) -> Optional[tuple[int, int]]:

@@ -29,11 +29,10 @@ def answer_of_run(run: LoggedRun, told: ExplainedRun, plan: Optional[Plan]) -> s
     if case in _TO_TRY or (told.oom and not (plan and plan.fits)):
         lines.append(f"To try first: {_TO_TRY.get(case, _TO_TRY['training'])}")
     if told.range_mib is not None:
-        places = {True: "inside", False: "outside", None: "what it had before the error"}
-        measured = f"; measured {_gb(told.measured_mib)}, {places[told.inside]}"
+        measured = "" if told.measured_mib is None else f"; measured {_gb(told.measured_mib)}"
         lines.append(
             f"Predicted: {_gb(told.predicted_mib)} allocated for the largest images, range "
-            f"{_gbs(told.range_mib)}{measured if told.measured_mib is not None else ''}"
+            f"{_gbs(told.range_mib)}{measured}"
         )
         lines += [f"Assumed: {first_of(told.assumed)}"] if told.assumed else []
     elif told.not_rebuilt:

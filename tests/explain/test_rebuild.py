@@ -123,11 +123,3 @@ def test_cards(name, total, card):
     run = LoggedRun(gpus=[name], oom=total and Oom("at once", total_mib=total))
     found, gigabytes = card_of(run)
     assert (found and found.device, gigabytes) == card
-
-
-def test_a_peak_tells_the_size_of_a_card_that_comes_with_several():
-    small, large = (
-        LoggedRun(gpus=["NVIDIA GeForce GTX 1050"], peak_mib=peak) for peak in (1378.0, 2817.0)
-    )
-    assert card_of(small)[1] == 2
-    assert card_of(large)[1] == 3
