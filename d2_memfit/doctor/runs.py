@@ -221,14 +221,18 @@ def _of_class(bases: Any, cfg: CfgNode, prepared: Callable[..., Any], resume: bo
 
 def _check_arguments(trainer: type) -> None:
     """Raise :class:`Untested` if a trainer's ``__init__`` does not take the config alone."""
-    own = next(cls for cls in trainer.__mro__ if cls is not MemfitMixin and "__init__" in vars(cls))
-    try:
-        inspect.signature(own).bind(None)
-    except TypeError as e:
-        raise Untested(
-            f"not tested: {own.__name__}(cfg): {e}. Name a class that takes the config alone, "
-            "with def __init__(self, cfg): super().__init__(cfg, ...)"
-        ) from e
+    for cls in (cls for cls in trainer.__mro__ if "__init__" in vars(cls)):
+        signature = inspect.signature(vars(cls)["__init__"])
+        if any(p.kind == p.VAR_POSITIONAL for p in signature.parameters.values()):
+            continue  # it passes its arguments on
+        try:
+            signature.bind(None, None)
+        except TypeError as e:
+            raise Untested(
+                f"not tested: {cls.__name__}(cfg): {e}. Name a class that takes the config alone, "
+                "with def __init__(self, cfg): super().__init__(cfg, ...)"
+            ) from e
+        return
 
 
 def _of_job(job: Job, prepared: Callable[..., Any], resume: bool) -> Any:
