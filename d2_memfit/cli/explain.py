@@ -13,8 +13,8 @@ from ..config.cards import settings_of_card
 from ..config.files import find_config_file
 from ..explain import Explanation, Help
 from ..explain.sources import read_runs
-from ..explain.text import answer_of_run, describe_run, describe_runs
-from ..explain.verdict import Predictions, explain_run, plan_for
+from ..explain.text import answer_of_run, details_of
+from ..explain.verdict import explain_run, plan_for, predict_run
 from ..job import Job, load_lazy_config
 from ..planner.plan import Plan
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
@@ -43,33 +43,36 @@ def explain(args: argparse.Namespace) -> None:
         settings_of_card(args.card)  # raises at once if there is none
     if args.instances is not None:
         check_positive_int("--instances", args.instances)
-    predict, named = Predictions(help), [*enumerate(read_runs(args.log), 1)]
+    runs = read_runs(args.log)
+    # The last run that died, or else the last.
+    number = max(range(len(runs)), key=lambda i: (runs[i].oom is not None, i))
+    predictions = [
+        predict_run(run, help) if args.json or i == number else (None, "")
+        for i, run in enumerate(runs)
+    ]
     each = [
-        predict(f"run {i}", run)[1] if args.json else explain_run(f"run {i}", run, None)
-        for i, run in named
+        explain_run(f"run {i}", run, *of_run)
+        for i, (run, of_run) in enumerate(zip(runs, predictions), 1)
     ]
     as_json = json.dumps(asdict(Explanation(tuple(each))), indent=2)
     if args.json and args.output is None and args.html is None:
         print_text(as_json)
         return
-    # The last run that died, or else the last.
-    number, run = max(named, key=lambda pair: (pair[1].oom is not None, pair[0]))
-    prediction, told = predict(f"run {number}", run)
+    run, (prediction, _), told = runs[number], predictions[number], each[number]
     is_on_card = run.oom.case != "host" if run.oom else run.ended not in ("diverged", "error")
     wants_plan = is_on_card or args.card is not None or args.output is not None
     plan = plan_for(run, prediction, args.card) if prediction and wants_plan else None
     writes = args.output is not None and plan is not None and plan.fits
     if prediction is not None and plan is not None and writes:
         with output_file(args.output, "w") as file:
-            file.write(_planned_file(args, prediction.rebuilt.job, plan))
-    answer = answer_of_run(run, told, prediction, plan)
-    details = describe_run(run, told, prediction)
+            file.write(_planned_file(args, prediction.dry_job.job, plan))
+    answer = answer_of_run(run, told, plan)
+    details = details_of(each, told)
     next_step = after_explain(args, run, not told.not_rebuilt, plan)
     if each[1:]:
         answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
-        details = f"{describe_runs(each)}\n\n{details}"
     if args.html is not None:
-        keys = keys_as_yaml(prediction.rebuilt.job, plan) if prediction and plan else ""
+        keys = keys_as_yaml(prediction.dry_job.job, plan) if prediction and plan else ""
         dry = prediction.dry_job if prediction else None
         steps = {"as it ran": dry.device.events(dry.whole())} if dry else {}
         texts = {"Answer": answer, "Keys": keys, "Next": next_step, "Details": details}

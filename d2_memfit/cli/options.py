@@ -31,7 +31,6 @@ from ..job import (
     projects_of,
     with_overrides,
 )
-from .screen import say
 
 __all__ = ["Config", "check_lazy_options", "check_opts", "image_size_of", "is_lazy", "job_of"]
 __all__ += ["load_config", "load_lazy", "opts_of_budget", "opts_of_fit", "opts_of_settings"]
@@ -259,7 +258,7 @@ def with_data(
                 settings.append(Setting("", None, why))
             needs_objects = is_trained and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
             folder = image_dir if reads_images else None
-            file = check_coco_file(name, json_file, folder, needs_objects, say)
+            file = check_coco_file(name, json_file, folder, needs_objects)
             files["train"] += [file] if is_trained else []
             files["test"] += [file] if is_tested else []
     of_data = fit_to_data(cfg, files["train"], files["test"], given)

@@ -51,11 +51,12 @@ def one_line_errors(
             assumed += assume()
         where = " in evaluation" if in_evaluation else ""
         without = '. DATASETS.TEST "()" leaves evaluation out' if in_evaluation else ""
-        raise ConfigError(
-            f"the model of this job does not run{where} ({error}, in {_place(e)}). {_advice(e)}"
-            + without
-            + "".join(f". Assumed: {line}" for line in assumed)
-        ) from e
+        what = f"the model of this job does not run{where} ({error}, in {_place(e)})"
+        failure = ConfigError(
+            f"{what}. {_advice(e)}{without}" + "".join(f". Assumed: {line}" for line in assumed)
+        )
+        failure.what = what
+        raise failure from e
 
 
 def _place(error: Exception) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Optional, Union
 
 from detectron2.config import CfgNode

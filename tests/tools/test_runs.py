@@ -11,7 +11,8 @@ from benchmarks import runs as benchmark
 from benchmarks.runs import DOUBTS, FOLDER, PROJECTS, runs
 
 from d2_memfit.config.load import load_cfg
-from d2_memfit.explain.verdict import ExplainedRun, Oom
+from d2_memfit.explain.records import Oom
+from d2_memfit.explain.verdict import ExplainedRun
 
 RUNS = runs()
 ROWS = Path(benchmark.__file__).parents[2] / "docs" / "accuracy_runs.csv"
@@ -93,7 +94,7 @@ def result(name, measured, range_mib, would_fit=None, ended="finished", doubts=(
         range_mib=range_mib,
         inside=range_mib[0] <= measured <= range_mib[1],
         ended=ended,
-        oom=Oom("at once", None, 1.0, 2.0, None, False) if ended == "out of memory" else None,
+        oom=Oom("at once", None, 1.0, 2.0, fits=False) if ended == "out of memory" else None,
         seconds=1.0,
     )
     return benchmark.Result(replace(of_name, doubts=doubts), told, would_fit)
