@@ -18,18 +18,11 @@ from tiny import (
 from torchvision import models
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.config.load import load_cfg
 from d2_memfit.predict.predictor import load_whole_model
 
 pytestmark = pytest.mark.slow
 
 PROJECT = ROOT / "projects" / "SmallerModels"
-
-
-def cfg_with_batch_norm(family="faster_rcnn"):
-    cfg = tiny_cfg(family)
-    cfg.MODEL.RESNETS.NORM = cfg.MODEL.FPN.NORM = "BN"
-    return cfg
 
 
 def save(model, file):
@@ -51,12 +44,11 @@ def test_a_light_backbone_has_the_features_of_its_classifier(name):
             stage = last.index(number)
             assert torch.equal(features[f"res{stage + 2}"], x)
             assert x.shape[1:] == (channels[stage], 16 >> stage, 24 >> stage)
-    frozen = backbones.LightBackbone(name, "FrozenBN", 3)(torch.rand(1, 3, 64, 64))
-    assert [feature.requires_grad for feature in frozen.values()] == [False, False, True, True]
 
 
 def test_a_pruned_model_is_smaller_trains_and_is_loaded_again(tmp_path):
-    cfg = cfg_with_batch_norm()
+    cfg = tiny_cfg("faster_rcnn")
+    cfg.MODEL.RESNETS.NORM = cfg.MODEL.FPN.NORM = "BN"
     model = tiny_model(cfg)
     before = sum(p.numel() for p in model.backbone.parameters())
     smaller.prune(model.backbone, 0.5)
@@ -72,24 +64,6 @@ def test_a_pruned_model_is_smaller_trains_and_is_loaded_again(tmp_path):
     features = [m.eval().backbone(x)["p3"] for m in (model, loaded, again)]
     assert not torch.equal(features[0], features[1])
     assert torch.equal(features[1], features[2])
-
-
-@torch.no_grad()
-def test_an_int8_model_has_the_features_of_the_model(tmp_path):
-    pytest.importorskip("onnxruntime")
-    cfg = cfg_with_batch_norm("retinanet")
-    model = tiny_model(cfg).eval()
-    batches = [[{"image": image["image"]}] for image in images(2)]
-    x = model.preprocess_image(batches[0]).tensor
-    features = model.backbone(x)
-    smaller.quantize(cfg, model, batches, tmp_path / "int8")
-    cfg = load_cfg(str(tmp_path / "int8" / "config.yaml"), (), [smaller.add_distillation_config])
-    int8 = smaller.SmallerTrainer.build_model(cfg).eval()
-    load_whole_model(int8, str(tmp_path / "int8" / "model_final.pth"))
-    for level, rounded in int8.backbone(x).items():
-        assert (rounded - features[level]).norm() < 0.15 * features[level].norm(), level
-    backbone = sum(4 * p.numel() for p in model.backbone.parameters())
-    assert (tmp_path / "int8" / "backbone.onnx").stat().st_size < 0.6 * backbone
 
 
 @pytest.fixture
@@ -156,15 +130,7 @@ def test_each_way_compares_its_run_with_the_run_before(coins, tmp_path):
     teacher = ["DISTILLATION.TEACHER_CONFIG", "before/config.yaml"]
     teacher += ["DISTILLATION.TEACHER_WEIGHTS", "before/model_final.pth"]
     for way, opts in {"prune": short, "quantize": [], "distill": [*short, *teacher]}.items():
-        command = [
-            "--way",
-            way,
-            "--config-file",
-            "before/config.yaml",
-            *data,
-            "OUTPUT_DIR",
-            way,
-            *opts,
-        ]
+        command = ["--way", way, "--config-file", "before/config.yaml", *data]
+        command += ["OUTPUT_DIR", way, *opts]
         rows = run("smaller.py", *command).splitlines()[-2:]
         assert [row.split()[1] for row in rows] == ["before", way]
