@@ -158,6 +158,3 @@ def test_settings_that_do_not_go_together_are_errors(tmp_path):
         trained(tmp_path, WindowModule, device="cpu", precision="64-true")
     with pytest.raises(ConfigError, match="grad_accum_steps must be 1"):
         trained(tmp_path, WindowModule, device="cpu", batches=2)
-    states = {"optimizer": {"states_8bit": True}}
-    with pytest.raises(ConfigError, match="the job changes rfdetr's optimizer"):
-        trained(tmp_path, WindowModule, config={"optimizer": "adamw"}, device="cpu", memfit=states)
