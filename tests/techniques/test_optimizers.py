@@ -166,6 +166,6 @@ def test_what_eight_bits_cannot_do_is_an_error(make, message, monkeypatch):
         monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     else:
         pytest.importorskip("bitsandbytes")
-    optimizer = (make or torch.optim.SGD)([torch.ones(1, requires_grad=True)], lr=0.1)
+    optimizer = (make or torch.optim.Adam)([torch.ones(1, requires_grad=True)], lr=0.1)
     with pytest.raises(ConfigError, match=f"STATES_8BIT {message}"):
         apply_techniques("optimizer", optimizer, cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True))

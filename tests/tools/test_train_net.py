@@ -257,6 +257,6 @@ def test_two_ranks_train_together_and_hold_out_the_same_images(
     hold_out([arguments[3:6]], 0.25, str(tmp_path / "expected"), False)
     assert parts_in(output) == parts_in(tmp_path / "expected")
     effective = [m["effective_batch"] for m in read_metrics(output) if "effective_batch" in m]
-    assert effective[0] == 8
+    assert effective[0] == 4
     log_of_rank_1 = (output / "log.txt.rank1").read_text()
     assert "Rank of current process: 1. World size: 2" in log_of_rank_1
