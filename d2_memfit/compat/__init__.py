@@ -18,7 +18,6 @@ from detectron2.data.samplers import TrainingSampler
 from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase
 from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
 from detectron2.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
-from detectron2.layers import mask_ops
 from detectron2.utils import comm, events
 from fvcore.common.registry import Registry
 from torch import nn
@@ -26,9 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 # On main, DefaultTrainer's state includes optimizer and scaler; on v0.6 only iteration and hooks.
 SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
-
-# The function with which ``paste_masks_in_image`` pastes a chunk of masks.
-paste_masks_on_grid = mask_ops._do_paste_mask
 
 # Random values that training samplers draw in their constructor, and that determine their order.
 DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
