@@ -159,9 +159,9 @@ class DryRun(OwnerMeter):
         elif func is aten.convolution_backward.default:
             self._note_workspace(args[1], args[2], args[0], args[1:])
         elif func is torchvision.deform_conv2d.default:
-            self._note_columns(*args[:2], result, with_mask=args[-1])
+            self._note_columns(args[0], args[1], result, args[-1])
         elif func is torchvision._deform_conv2d_backward.default:
-            self._note_columns(*args[1:3], args[0], with_mask=args[-1])
+            self._note_columns(args[1], args[2], args[0], args[-1])
 
     def _note_workspace(
         self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: _Args

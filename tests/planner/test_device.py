@@ -74,7 +74,7 @@ class Gpu:
         (Gpu("NVIDIA L40S", (8, 9), 44.4), "l40s"),
         (Gpu("NVIDIA GeForce RTX 5090", (12, 0), 31.3), "rtx_5090"),
         (Gpu("NVIDIA GH200 480GB", (9, 0), 94.5), "gh200"),
-        (Gpu("Orin", (8, 7), 7.4), "jetson_orin_nano"),
+        (Gpu("Orin", (8, 7), 7.4), "cuda"),
         (Gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 4.75), "cuda"),
         (Gpu("NVIDIA GeForce RTX 6060", (13, 0), 15), "cuda"),
     ],
@@ -85,7 +85,7 @@ def test_the_card_that_is_there_is_taken(gpu, expected, name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     device = DeviceModel.choose(name, "cuda")
-    assert device.name == expected, "if a new device file is the nearer one, change this row"
+    assert device.name == expected, "cuda: no row has this name"
     assert ("a current CUDA card" in device.description) == (expected == "cuda")
     assert DeviceModel.choose("v100", "cuda").name == "v100"
     assert DeviceModel.choose(name, "cpu").name == "cpu"
