@@ -261,7 +261,8 @@ def _is_out_of_reach(polygon: Any) -> bool:
 
 
 def _is_run_length_code(mask: dict[str, Any], height: Any, width: Any) -> bool:
-    size, counts = mask.get("size"), mask.get("counts")
+    size: Any = mask.get("size")
+    counts = mask.get("counts")
     if not fits(size, tuple[int, int]) or (height is not None and [*size] != [height, width]):
         return False
     if isinstance(counts, list):  # numbers of pixels, not compressed

@@ -274,7 +274,7 @@ def _take_facts(run: LoggedRun, facts: dict[str, str]) -> None:
 def _take_failure(run: LoggedRun, line: str, evaluates: bool, is_error: bool) -> None:
     found = (on_card := _OOM.search(line)) or _HOST_OOM.search(line)
     if found and run.oom is None:  # otherwise a console shows it again, or what came of it
-        numbers = {}
+        numbers: dict[str, Any] = {}
         for name, pattern in _OOM_NUMBERS.items():
             if number := re.search(pattern, line[found.start() :][:1000]):
                 value, unit = filter(None, number.groups())
