@@ -89,7 +89,7 @@ def run_for_real(job: Job, device: str, evaluates: bool = True) -> Iterator[None
         for _ in range(2):  # the second finds the optimizer's states
             model.zero_grad(set_to_none=True)
             for batch in micro_batches:
-                with worst_case(model, str), precision.autocast():
+                with worst_case(model, lambda line: None), precision.autocast():
                     loss: Any = sum(losses_of(model, batch, job.parts.loss_fn).values())
                 precision.backward(loss * (1 / len(micro_batches)))
                 del loss
