@@ -94,7 +94,7 @@ def run_for_real(job: Job, device: str, evaluates: bool = True) -> Iterator[None
                 precision.backward(loss * (1 / len(micro_batches)))
                 del loss
             precision.step(optimizer)
-        del micro_batches
+        del batch, micro_batches
         yield
         if evaluates and job.evaluates:
             infer(model, job, job.evaluation_batch())

@@ -54,7 +54,7 @@ def test_a_real_run_has_the_peaks_of_the_dry_one(family):
             peaks.append(meter.peak_bytes)
             meter.peak_bytes = meter.live_bytes
     assert torch.rand(1) == expected
-    timelines = dry_job.training, dry_job.evaluation
+    timelines = dry_job.whole(), dry_job.evaluation
     training, evaluation = (sum(t.peak().values()) for t in timelines)
     assert peaks[0] == pytest.approx(training, abs=0.01 * training + ORIGINAL)
     assert peaks[1] == pytest.approx(evaluation, abs=0.01 * evaluation + 2 * ORIGINAL)
@@ -69,7 +69,7 @@ def test_mixed_precision_steps_too():
     dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
     with TensorMeter() as meter:
         next(run_for_real(dry_job.job, "cpu"))
-    training = sum(dry_job.training.peak().values())
+    training = sum(dry_job.whole().peak().values())
     assert meter.peak_bytes == pytest.approx(training, abs=0.01 * training + ORIGINAL)
 
 
@@ -85,7 +85,7 @@ def test_a_trainer_has_the_peak_of_a_probe():
         with worst_case(model, lambda line: None):
             for _ in range(2):
                 trainer.run_step()
-    training = sum(dry_job.training.peak().values())
+    training = sum(dry_job.whole().peak().values())
     assert meter.peak_bytes == pytest.approx(training, abs=0.01 * training + ORIGINAL)
 
 
