@@ -68,7 +68,7 @@ class Plan:
             plan.
         steps: steps in the order of the ladder.
         settings: settings of all steps, and those that keep the job in its budget.
-        before, estimate: estimates without and with the plan.
+        before, estimate: estimates without and with the plan; None without, if it does not fit.
         time_factor: operations of an iteration with the plan over those without; None if something
             else decides about time, as number formats and copies to the host do.
         smallest_budget_gb: smallest budget that leaves the margin, if this one does not.
@@ -82,7 +82,7 @@ class Plan:
     fits: bool
     steps: tuple[PlanStep, ...]
     settings: dict[str, Any]
-    before: MemoryEstimate
+    before: Optional[MemoryEstimate]
     estimate: MemoryEstimate
     time_factor: Optional[float]
     smallest_budget_gb: Optional[float] = None
@@ -408,9 +408,9 @@ class Ladder:
             fits=fits,
             steps=steps,
             settings=settings,
-            before=self._start.estimate(with_range=False),
+            before=self._start.estimate(with_range=False) if fits else None,
             estimate=replace(dry_job.estimate(with_range=False), objects_that_fit=objects),
-            time_factor=dry_job.flops() / self._start.flops() if is_of_work else None,
+            time_factor=dry_job.flops() / self._start.flops() if fits and is_of_work else None,
             smallest_budget_gb=None if fits else math.ceil(100 * least / GB) / 100,
             must_allow=must_allow,
             obstacle="" if fits else self._obstacle(dry_job, num_images),
@@ -425,7 +425,7 @@ class Ladder:
     def _would_fit(self, tiers: Sequence[str]) -> bool:
         other = copy(self)
         other._tiers = tiers
-        return other._fits(*other._smallest())
+        return other._fits_with_all(other._leads()[-1])
 
     def _more_tiers(self) -> list[tuple[str, ...]]:
         """Further tiers that could be allowed, in the order of harm."""

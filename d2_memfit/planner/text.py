@@ -55,7 +55,7 @@ def answer_of_estimate(
 
 def answer_of_plan(plan: Plan) -> str:
     """The answer to the command plan, what is most important first."""
-    e, before_gb = plan.estimate, plan.before.device_total_gb
+    e = plan.estimate
     if not plan.fits:
         lines = [
             f"Does not fit: with all that may change, the job needs a budget of {_at_least(e)}"
@@ -68,7 +68,8 @@ def answer_of_plan(plan: Plan) -> str:
         fits = f"Fits: {_at_least(e)}{e.device_total_gb:.1f} of {plan.budget_gb:.4g} GB"
         how = f"{_gradients(plan.steps)}{_slower(plan)}" if plan.steps else "without a change"
         lines = [f"{fits}, {how}"]
-        if plan.steps:
+        if plan.steps and plan.before is not None:
+            before_gb = plan.before.device_total_gb
             headroom = f", and headroom takes {plan.budget_gb * plan.margin:.2f} of the budget"
             lines.append(
                 f"Without the plan: {before_gb:.1f} GB{headroom * (before_gb <= plan.budget_gb)}"

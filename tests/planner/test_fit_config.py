@@ -42,7 +42,7 @@ def test_a_plan_is_written_down_and_taken_again_when_a_run_is_resumed(cfg, tmp_p
     assert not planned.MEMFIT.PLAN.ENABLED
     file = tmp_path / "output" / "memfit_plan.yaml"
     assert load_cfg(str(file)).dump() == planned.dump()
-    assert "Planning: " in log.text
+    assert "Plan for MEMFIT.BUDGET_GB" in log.text
     log.clear()
     assert fit_config(cfg) == planned
     assert f"The plan is read from {file}" in log.text
@@ -50,7 +50,7 @@ def test_a_plan_is_written_down_and_taken_again_when_a_run_is_resumed(cfg, tmp_p
     other.defrost()
     other.SOLVER.IMS_PER_BATCH = 2
     assert fit_config(other).SOLVER.IMS_PER_BATCH == 2
-    assert "Planning: " in log.text
+    assert "Plan for MEMFIT.BUDGET_GB" in log.text
 
 
 def test_a_file_of_the_user_with_the_name_of_a_plan_stays(cfg, tmp_path):

@@ -297,14 +297,14 @@ def images_of_runs(monkeypatch):
         (24, 3, 13),  # 3, 2, and 8 to verify
         (3.5, 4, 12),  # 3, 2, and 4 and 3 to verify
         (1.6, 15, 28),  # of 1, but the lines of four rungs
-        (0.9, 5, 8),  # of 1: the last rung, and that of each tier that is not allowed
+        (0.9, 3, 3),  # of 1: the last rung, and that of each tier that is not allowed
     ],
 )
 def test_dry_runs_have_at_most_3_images_but_those_that_verify(
     mask, images_of_runs, budget_gb, most_runs, most_images
 ):
     plan(mask, budget_gb, allow=["exact"])
-    assert {3, 2} < {*images_of_runs}
+    assert {3, 2} < {*images_of_runs} or {*images_of_runs} == {1}
     assert len(images_of_runs) <= most_runs
     assert sum(images_of_runs) <= most_images
 
