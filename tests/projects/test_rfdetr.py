@@ -30,15 +30,9 @@ def configs_of(kind="boxes", patches=4, **kwargs):
     patch = CONFIGS[kind].model_fields["patch_size"].default
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model_config = CONFIGS[kind](
-            pretrain_weights=None,
-            num_classes=1,
-            resolution=patches * patch,
-            positional_encoding_size=patches,
-            num_queries=30,
-            num_select=30,
-            group_detr=2,
-        )
+        geometry = {"resolution": patches * patch, "positional_encoding_size": patches}
+        queries = {"num_queries": 30, "num_select": 30, "group_detr": 2}
+        model_config = CONFIGS[kind](pretrain_weights=None, num_classes=1, **geometry, **queries)
     options = {"amp_dtype": None, "optimizer": "sgd", "lr": 0.05, "lr_encoder": 0.05}
     options.update(batch_size=NUM_IMAGES, multi_scale=False, warmup_epochs=0, seed=None)
     options.update(kwargs)
@@ -129,9 +123,8 @@ def test_micro_batches_train_what_rfdetr_trains(tmp_path):
     off = relative_difference(cut, expected) / relative_difference(before, expected)
     print(f"{off:.0e} of the way from rfdetr's own training")
     assert off < 1e-4
-    for name in ("loss", "loss_ce", "loss_bbox", "loss_giou"):
-        values = [float(t.callback_metrics[f"train/{name}"]) for t in (ours, plain)]
-        assert values[0] == pytest.approx(values[1], rel=1e-4)
+    values = [float(t.callback_metrics["train/loss"]) for t in (ours, plain)]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
 @pytest.mark.long
@@ -158,6 +151,3 @@ def test_settings_that_do_not_go_together_are_errors(tmp_path):
         trained(tmp_path, WindowModule, device="cpu", precision="64-true")
     with pytest.raises(ConfigError, match="grad_accum_steps must be 1"):
         trained(tmp_path, WindowModule, device="cpu", batches=2)
-    states = {"optimizer": {"states_8bit": True}}
-    with pytest.raises(ConfigError, match="the job changes rfdetr's optimizer"):
-        trained(tmp_path, WindowModule, config={"optimizer": "adamw"}, device="cpu", memfit=states)

@@ -66,47 +66,26 @@ def test_a_pruned_model_is_smaller_trains_and_is_loaded_again(tmp_path):
     assert torch.equal(features[1], features[2])
 
 
-@pytest.fixture
-def cfg(tmp_path):
-    """A student's config, and a teacher's files."""
-    teacher = tiny_cfg("faster_rcnn")
+def test_accumulated_gradients_of_distillation_are_those_of_the_full_batch(tmp_path):
+    teacher, cfg = tiny_cfg("faster_rcnn"), every_anchor_counts(tiny_cfg("faster_rcnn"))
     teacher.MODEL.RESNETS.RES2_OUT_CHANNELS = 64
     (tmp_path / "teacher.yaml").write_text(teacher.dump())
-    cfg = tiny_cfg("faster_rcnn")
+    weights = save(tiny_model(teacher, seed=1), tmp_path / "teacher.pth")
     smaller.add_distillation_config(cfg)
     cfg.DISTILLATION.TEACHER_CONFIG = str(tmp_path / "teacher.yaml")
-    cfg.DISTILLATION.TEACHER_WEIGHTS = save(tiny_model(teacher, seed=1), tmp_path / "teacher.pth")
-    return cfg
-
-
-def student_of(cfg):
-    torch.manual_seed(0)
-    model = smaller.DistillingTrainer.build_model(cfg)
-    load_whole_model(model.teacher, cfg.DISTILLATION.TEACHER_WEIGHTS)
-    return model
-
-
-def train(model, cut, iterations=1, lr=1.0):
-    """The distillation loss of each iteration of eight images, in micro-batches."""
-    batch, losses = images(8), []
 
     def loss_fn(model, batch):
-        loss = model(batch)["loss_distillation"]
-        losses.append(loss.item())
-        return {"loss_distillation": loss}
+        return {"loss_distillation": model(batch)["loss_distillation"]}
 
-    loader = [batch[i : i + cut] for i in range(0, 8, cut)] * iterations
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    AccumulatingTrainer(model, loader, optimizer, 8 // cut, loss_fn=loss_fn).train(0, iterations)
-    return losses
-
-
-def test_accumulated_gradients_of_distillation_are_those_of_the_full_batch(cfg):
-    changes = []
+    batch, changes = images(8), []
     for cut in (8, 2):
-        model = student_of(every_anchor_counts(cfg))
+        torch.manual_seed(0)
+        model = smaller.DistillingTrainer.build_model(cfg)
+        load_whole_model(model.teacher, weights)
         before = parameters(model)
-        train(model, cut)
+        loader = [batch[i : i + cut] for i in range(0, 8, cut)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        AccumulatingTrainer(model, loader, optimizer, 8 // cut, loss_fn=loss_fn).train(0, 1)
         changes.append({name: before[name] - p for name, p in parameters(model).items()})
     assert any(change.abs().max() > 0 for change in changes[0].values())
     assert relative_difference(changes[1], changes[0]) < 1e-5

@@ -51,24 +51,15 @@ def cfg(*opts):
     return load_cfg(str(CONFIG), opts, [tiled_images.add_tiled_config])
 
 
-def find_in_tiles(file, size, overlap, model):
-    """What a model finds in an image, in COCO's results format."""
-    image = {"file_name": file, "image_id": 1, "height": 700, "width": 700}
-    mapper, merge = TileMapper(cfg(), is_train=False), TileMerger()
-    inputs = map(mapper, tiles_of([image], size, overlap))
-    return [found for tile in inputs for found in merge(tile, *model([tile]))]
-
-
-def spots(size=700, seed=0):
+def spots(size=700):
     """An image of dots, of one across the corner of four tiles, of a line across all tiles, of a
     ring around a dot, and of a frame around it all.
     """
     pixels = np.zeros((size, size), np.uint8)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for x in range(30, size - 20, 40):
         for y in range(30, size - 20, 40):
-            radius = int(rng.integers(4, 15))
-            cv2.circle(pixels, (x, y), radius, 255, -1)
+            cv2.circle(pixels, (x, y), int(rng.integers(4, 15)), 255, -1)
     cv2.circle(pixels, (224, 224), 42, 0, -1)
     cv2.circle(pixels, (224, 224), 39, 255, -1)
     cv2.rectangle(pixels, (0, 480), (size, 530), 0, -1)
@@ -80,15 +71,14 @@ def spots(size=700, seed=0):
     return pixels
 
 
-def save(folder, pixels):
-    cv2.imwrite(str(folder / "spots.png"), pixels)
-    return str(folder / "spots.png")
-
-
 @pytest.mark.parametrize(("size", "overlap"), [(256, 64), (300, 200)])
 def test_merged_tiles_find_what_the_whole_image_has_every_object_once(size, overlap, tmp_path):
     whole = BrightSpots.find(spots())
-    found = find_in_tiles(save(tmp_path, spots()), size, overlap, BrightSpots())
+    cv2.imwrite(str(tmp_path / "spots.png"), spots())
+    image = {"file_name": str(tmp_path / "spots.png"), "image_id": 1, "height": 700, "width": 700}
+    mapper, merge = TileMapper(cfg(), is_train=False), TileMerger()
+    inputs = map(mapper, tiles_of([image], size, overlap))
+    found = [result for tile in inputs for result in merge(tile, *BrightSpots()([tile]))]
     codes = [coco_mask.encode(np.asfortranarray(mask.numpy())) for mask in whole.pred_masks]
     expected = sorted(code["counts"].decode() for code in codes)
     assert sorted(result["segmentation"]["counts"] for result in found) == expected

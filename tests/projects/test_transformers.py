@@ -108,33 +108,21 @@ def test_the_host_keeps_a_byte_for_each_pixel_of_20_megapixels(kind):
     assert NUM_QUERIES * pixels < timeline.host_bytes < (NUM_QUERIES + 7) * pixels
 
 
-@pytest.mark.parametrize("kind", ["rt_detr_v2", "mask2former"])
-def test_padding_does_not_move_what_is_found(kind):
+def test_padding_does_not_move_what_is_found():
     """A model whose queries find the whole image finds that image in a padded batch as well."""
-    has_masks = kind == "mask2former"
-    model = made(kind, has_masks, RESOLUTION=0).eval()
+    model = made("rt_detr_v2", RESOLUTION=0).eval()
     small, large = images(1, size=64)[0], images(1, size=96)[0]
 
-    def whole_image(module, args, kwargs, output):
-        height, _ = kwargs.get("pixel_values", args[0] if args else None).shape[-2:]
-        if has_masks:
-            logits = torch.full_like(output.masks_queries_logits, -1.0)
-            step = height // logits.shape[-2]
-            logits[0, :, : 64 // step, : 64 // step] = 1
-            output.masks_queries_logits = logits
-        else:
-            part = 64 / height
-            output.pred_boxes = torch.tensor([part / 2, part / 2, part, part]).expand_as(
-                output.pred_boxes
-            )
-        return output
+    def whole_image(module, args, output):
+        part = 64 / 96
+        box = torch.tensor([part / 2, part / 2, part, part])
+        output.pred_boxes = box.expand_as(output.pred_boxes)
 
-    model.model.register_forward_hook(whole_image, with_kwargs=True)
+    model.model.register_forward_hook(whole_image)
     with torch.no_grad():
         found = model([small, large])[0]["instances"]
-    torch.testing.assert_close(
-        found.pred_boxes.tensor[0], torch.tensor([0.0, 0.0, 64.0, 64.0]), atol=1e-3, rtol=0
-    )
+    expected = torch.tensor([0.0, 0.0, 64.0, 64.0])
+    torch.testing.assert_close(found.pred_boxes.tensor[0], expected, atol=1e-3, rtol=0)
 
 
 def test_the_targets_are_those_of_the_mapper(coins):
@@ -221,16 +209,9 @@ def test_weights_that_leave_the_backbone_random_are_an_error_that_names_layers(t
     cfg.TRANSFORMERS.OPTIONS.append(["backbone_config", dinov2])
     other = tiny_model(cfg, seed=1)
     before = parameters(other)
-    with pytest.raises(ConfigError) as error:
+    message = "2 layers of the backbone random.*position_embeddings is 1x65x32 in the weights, and"
+    with pytest.raises(ConfigError, match=message):
         other.load_pretrained(str(tmp_path))
-    embeddings = "backbone.backbone.embeddings."
-    for part in (
-        "would leave 2 layers of the backbone random",
-        f"{embeddings}position_embeddings is 1x65x32 in the weights, and 1x257x32 in the model",
-        f"{embeddings}patch_embeddings.projection.weight is 32x3x16x16 in the weights, and 32x3x8",
-        "Set TRANSFORMERS.SIZE to the size of these weights",
-    ):
-        assert part in str(error.value)
     assert relative_difference(parameters(other), before) == 0
 
 
@@ -241,7 +222,7 @@ def test_weights_that_leave_the_backbone_random_are_an_error_that_names_layers(t
         ({"SIZE": "huge"}, "SIZE must be nano, small, base, .* or a folder with a config.json"),
         ({"RESOLUTION": 100}, "RESOLUTION must be divisible by 32"),
         ({"NUM_QUERIES": 65}, "TRANSFORMERS.NUM_QUERIES must be at most 64, the patches of an im"),
-        ({"OPTIONS": [["dropuot", 0.1]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
+        ({"OPTIONS": [["dropuot", 0]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
         ({"MULTI_SCALE_STEPS": 4}, "must be less than TRANSFORMERS.RESOLUTION, got 128"),
     ],
 )

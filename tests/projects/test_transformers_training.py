@@ -109,5 +109,3 @@ def test_the_average_is_resumed_and_is_the_one_of_the_formula(coins, tmp_path):
             average[name] = decay * average[name] + (1 - decay) * value if is_float else value
     for name, value in average.items():
         torch.testing.assert_close(straight[f"ema.module.{name}"], value)
-    trained = [name for name, value in first.items() if not torch.equal(seen[-1][name], value)]
-    assert len(trained) > 50

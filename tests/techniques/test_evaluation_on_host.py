@@ -1,13 +1,9 @@
 # Copyright (c) the d2_memfit developers.
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from benchmarks.detr_like import add_detr_config
-from detectron2.data import MetadataCatalog
 from detectron2.evaluation.coco_evaluation import instances_to_coco_json
-from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.modeling.postprocessing import sem_seg_postprocess
 from detectron2.structures import Instances
 from tiny import images, tiny_cfg, tiny_model
@@ -63,26 +59,6 @@ def test_memory_does_not_grow_with_the_number_of_masks():
     assert peaks[1] < peaks[0] - 0.7 * masks
 
 
-def coins_images():
-    import json
-
-    file = MetadataCatalog.get("coins_val").json_file
-    for entry in json.loads(Path(file).read_text())["images"]:
-        image = images(1, first=entry["id"])[0]
-        yield {**image, **{k: entry[k] for k in ("height", "width")}, "image_id": entry["id"]}
-
-
-def test_test_time_augmentation_runs_on_the_host_too():
-    cfg = tiny_cfg("mask_rcnn")
-    cfg.TEST.AUG.MIN_SIZES = (64,)
-    cfg.TEST.AUG.MAX_SIZE = 128
-    model = GeneralizedRCNNWithTTA(cfg, tiny_model(cfg).eval())
-    (plain,) = outputs(model, images(1))
-    (lazy,) = outputs(apply(model), images(1))
-    masks = lazy["instances"].pred_masks
-    assert torch.equal(torch.as_tensor(np.asarray(masks)), plain["instances"].pred_masks)
-
-
 def cfg_with_queries():
     cfg = tiny_cfg()
     add_detr_config(cfg)
@@ -112,19 +88,6 @@ def test_results_of_queries_are_the_same_and_are_made_on_the_host():
         assert len(expected) == 20
         assert torch.equal(f["panoptic_seg"][0], p["panoptic_seg"][0])
         assert f["panoptic_seg"][1] == p["panoptic_seg"][1]
-
-
-def test_the_device_has_masks_in_the_models_size_only():
-    peaks = []
-    for size in (100, 600):
-        with TensorMeter() as meter, TensorMeter() as host:
-            host.counts = "host"
-            outputs(apply(model_with_queries()), photograph(size, size))
-        peaks.append((meter.peak_bytes, host.peak_bytes))
-    (device, _), (device_of_large, host_of_large) = peaks
-    panoptic = 600 * 600 * 4  # zeros that SmallDetr makes by itself
-    assert device_of_large < device + panoptic
-    assert host_of_large > 60 * 600 * 600 * 4
 
 
 def test_an_estimate_states_device_and_host_for_100_queries_at_20_megapixels():

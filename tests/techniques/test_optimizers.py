@@ -130,33 +130,6 @@ def test_an_optimizer_that_clips_all_gradients_together_is_not_shared(two_ranks)
     two_ranks.run(shard_one_with_a_step_of_its_own)
 
 
-def ask_for_states_that_are_not_gathered(rank):
-    model = torch.nn.Linear(3, 3)
-    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.consolidate_state_dict()
-    if rank == 0:
-        assert len(optimizer.state_dict()["state"]) == 2
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="not been consolidated"):
-        optimizer.state_dict()
-
-
-def test_states_of_an_earlier_step_are_not_saved(two_ranks):
-    two_ranks.run(ask_for_states_that_are_not_gathered)
-
-
-def test_eight_bits_without_their_library_are_an_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
-    with pytest.raises(
-        ConfigError, match=r"STATES_8BIT needs bitsandbytes .*pip install bitsandbytes"
-    ):
-        make(cfg, tiny_model(cfg))
-
-
 @pytest.mark.parametrize("clip", [False, True])
 def test_eight_bits_step_nearly_the_same_with_a_quarter_of_the_states(clip):
     pytest.importorskip("bitsandbytes")
@@ -180,18 +153,19 @@ def test_eight_bits_step_nearly_the_same_with_a_quarter_of_the_states(clip):
     assert again.state[model.weight]["state1"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}])
-def test_eight_bits_of_what_bitsandbytes_cannot_do_are_an_error(options):
-    pytest.importorskip("bitsandbytes")
-    cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1, **options)
-    with pytest.raises(ConfigError, match=r"needs SOLVER.MOMENTUM above 0, .*NESTEROV False"):
-        apply_techniques("optimizer", optimizer, cfg)
-
-
-def test_eight_bits_of_an_unknown_optimizer_are_an_error():
-    pytest.importorskip("bitsandbytes")
-    cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
-    optimizer = torch.optim.Rprop([torch.ones(1, requires_grad=True)])
-    with pytest.raises(ConfigError, match=r"STATES_8BIT supports SGD, Adam, AdamW .* not Rprop"):
-        apply_techniques("optimizer", optimizer, cfg)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (torch.optim.SGD, "needs SOLVER.MOMENTUM above 0, .*NESTEROV False"),
+        (torch.optim.Rprop, "supports SGD, Adam, AdamW .* not Rprop"),
+        (None, "needs bitsandbytes .*pip install bitsandbytes"),
+    ],
+)
+def test_what_eight_bits_cannot_do_is_an_error(make, message, monkeypatch):
+    if make is None:
+        monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    else:
+        pytest.importorskip("bitsandbytes")
+    optimizer = (make or torch.optim.Adam)([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(ConfigError, match=f"STATES_8BIT {message}"):
+        apply_techniques("optimizer", optimizer, cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True))
