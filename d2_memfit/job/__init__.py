@@ -7,5 +7,4 @@ from .job import *
 from .loader import *
 from .mapper import *
 from .parts import *
-from .projects import *
 from .worst_batch import *

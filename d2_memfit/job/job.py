@@ -26,8 +26,7 @@ from ..errors import ConfigError
 from ..techniques.registry import apply_techniques
 from .given import GivenBatches
 from .loader import checked_loader
-from .parts import GivenParts, LazyParts, LossFn, Parts, TrainerParts
-from .projects import own_registry
+from .parts import GivenParts, LazyParts, LossFn, Parts, TrainerParts, own_registry
 from .worst_batch import MappedBatches, WorstCase
 
 __all__ = ["Batches", "Job"]

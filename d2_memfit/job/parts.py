@@ -3,6 +3,7 @@
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +14,14 @@ import torch
 from detectron2.config import CfgNode, LazyConfig, instantiate
 from detectron2.engine import DefaultTrainer
 from detectron2.evaluation import inference_on_dataset
+from detectron2.modeling import META_ARCH_REGISTRY
+from fvcore.common.registry import Registry
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
 from ..common.patching import has_name
+from ..compat import registry_name
 from ..config.lazy import evaluates_lazy, overrides_of
 from ..config.load import with_settings
 from ..errors import ConfigError, one_line
@@ -30,6 +34,7 @@ __all__ = [
     "TrainerParts",
     "load_lazy_config",
     "losses_of",
+    "own_registry",
     "with_overrides",
 ]
 
@@ -270,3 +275,19 @@ class GivenParts(_Parts):
 
 
 Parts = Union[TrainerParts, LazyParts, GivenParts]
+
+
+def own_registry(cfg: CfgNode) -> Optional[str]:
+    """The module with its own registry that has the config's meta-architecture; None if none has.
+
+    The registry is not Detectron2's.
+    """
+    name, kind = cfg.MODEL.META_ARCHITECTURE, registry_name(META_ARCH_REGISTRY)
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("detectron2"):
+            continue
+        for value in list(getattr(module, "__dict__", {}).values()):
+            is_other = type(value) is Registry and value is not META_ARCH_REGISTRY
+            if is_other and registry_name(value) == kind and name in value:
+                return module_name
+    return None
