@@ -33,8 +33,8 @@ _CROWDED = 9  # times the mean; a guess but for COCO
 _MOST_CROWDED = 256  # images whose objects are counted
 _MEAN_CLASSES = 10.5  # in a label image of ADE20K, arXiv:1608.05442; others are not published
 _MOST_CLASSES = 42  # 4 times the mean, a guess (docs/HOW_ACCURATE.md)
-_MOST_HEADERS = 10_000  # image files whose sizes are read: some 3 s on a local disk
 _MOST_LABELS = 100  # label images that are read: 5 CPU s for the 2 megapixels of Cityscapes
+_MOST_HEADERS = 10_000  # image files whose sizes are read: some 3 s on a local disk
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,7 @@ class _Known:
     has_one_size: bool = False
 
 
-# By the start of Detectron2's name. COCO's longer side has 640 pixels at most (cocodataset.org),
-# VOC's 500 (the development kit).
+# By the start of Detectron2's name. COCO's longer side has 640 pixels at most (cocodataset.org).
 _KNOWN = {
     "coco": _Known("COCO", 100, 7, False, "arXiv:2005.12872 counts 63 at most", (640, 640)),
     # LVIS v1 has 1,270,141 objects in 100,170 images (lvisdataset.org). With 775 in an image,
@@ -122,17 +121,6 @@ _KNOWN = {
     "cityscapes": _Known(
         "Cityscapes", 170, 18.8, True, "9 times arXiv:1604.01685 is a guess", (1024, 2048), True
     ),
-    # VOC2012 has 27,450 objects in 11,530 images (host.robots.ox.ac.uk/pascal/VOC/voc2012).
-    "voc": _Known("PASCAL VOC", 100, 2.4, True, "as many at most as COCO is a guess", (500, 500)),
-    # arXiv:1805.00123. Dataset Ninja counts 468 boxes at most in a training image, and 377 heads
-    # (github.com/dataset-ninja/crowdhuman, stats/classes_per_image.json).
-    "crowdhuman": _Known("CrowdHuman", 468, 22.6, False, "with ignored regions, Dataset Ninja"),
-    # 343,205 objects in 6,471 training images. The most crowded one has 902 and 12 ignored regions
-    # (github.com/dataset-ninja/vis-drone-2019-det).
-    "visdrone": _Known(
-        "VisDrone", 914, 53, False, "with ignored regions, Dataset Ninja", (1500, 2000)
-    ),
-    "ade20k": _Known("ADE20K", 180, 19.5, True, "9 times arXiv:1608.05442 is a guess"),
 }
 
 
@@ -244,21 +232,11 @@ def _statistics_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> Statisti
     if step > 1:
         lines.append(f"no image of {name} is larger than one in {step} of them")
     sizes = frozenset(_size_of(d) for d in (crowded, *dicts[::step]))
-    files = [d["sem_seg_file_name"] for d in dicts if "sem_seg_file_name" in d]
-    is_guess = False
-    if files and not {"annotations", "segments_info"} & crowded.keys():
-        read = files[:: -(-len(files) // _MOST_LABELS)]
-        found = sorted((_labels_in(file, name) for file in read), key=len, reverse=True)
+    if not {"annotations", "segments_info"} & crowded.keys():
+        files = [d["sem_seg_file_name"] for d in dicts[:: -(-len(dicts) // _MOST_LABELS)]]
+        found = sorted((_labels_in(file, name) for file in files), key=len, reverse=True)
         labels, numbers = found[0], [max(len(values), 1) for values in found]
-        is_guess = len(read) < len(files)
-    if is_guess:
-        lines.append(
-            f"no label image of {name} has more classes than {len(read)} of {len(files)}: "
-            f"{len(labels)}, a guess"
-        )
-    return Statistics(
-        sizes, tuple(numbers), crowded, mean(numbers), labels, is_guess, lines=tuple(lines)
-    )
+    return Statistics(sizes, tuple(numbers), crowded, mean(numbers), labels, lines=tuple(lines))
 
 
 def _labels_in(file: str, name: str) -> tuple[int, ...]:

@@ -3,25 +3,19 @@
 
 import copy
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any, Optional, Union
 
 import torch
 from detectron2.config import CfgNode, LazyConfig, instantiate
 from detectron2.engine import DefaultTrainer
 from detectron2.evaluation import inference_on_dataset
-from detectron2.modeling import META_ARCH_REGISTRY
-from fvcore.common.registry import Registry
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from ..common.patching import has_name
-from ..compat import registry_name
 from ..config.lazy import evaluates_lazy, overrides_of
 from ..config.load import with_settings
 from ..errors import ConfigError, one_line
@@ -34,13 +28,10 @@ __all__ = [
     "TrainerParts",
     "load_lazy_config",
     "losses_of",
-    "own_registry",
     "with_overrides",
 ]
 
 LossFn = Callable[[nn.Module, Any], Union[torch.Tensor, Mapping[str, torch.Tensor]]]
-
-_KNOWN_STEPS = ("detectron2.engine.", "d2_memfit.")
 
 
 def losses_of(
@@ -83,11 +74,9 @@ class _Parts:
 
     Attributes:
         loss_fn: takes the place of ``model(batch)`` in training.
-        assumptions: a line for each thing that is assumed of training.
     """
 
     loss_fn: Optional[LossFn] = None
-    assumptions: tuple[str, ...] = ()
 
     def ddp_options(self) -> dict[str, Any]:
         """Keyword arguments of ``DistributedDataParallel``, without those of techniques."""
@@ -140,21 +129,6 @@ class TrainerParts(_Parts):
 
     def ddp_options(self) -> dict[str, Any]:
         return {"broadcast_buffers": False}  # DefaultTrainer's
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
-        """A line about ``run_step``, if it is the project's own and replaces Detectron2's."""
-        step = getattr(self.trainer, "run_step", None)
-        if not isinstance(step, FunctionType) or step.__module__.startswith(_KNOWN_STEPS):
-            return ()
-        if has_name(inspect.unwrap(step).__code__, "run_step"):
-            return ()
-        line = (
-            f"{self.trainer.__name__}.run_step, which is the project's own, does what Detectron2's "
-            "does. It does not call self._trainer.run_step(), so accumulation, micro-batches and "
-            "recovery are errors with it: docs/YOUR_PROJECT.md#a-trainer-of-your-own"
-        )
-        return (line,)
 
     def with_cfg(self, cfg: CfgNode) -> "TrainerParts":
         return TrainerParts(cfg, self.trainer)
@@ -275,19 +249,3 @@ class GivenParts(_Parts):
 
 
 Parts = Union[TrainerParts, LazyParts, GivenParts]
-
-
-def own_registry(cfg: CfgNode) -> Optional[str]:
-    """The module with its own registry that has the config's meta-architecture; None if none has.
-
-    The registry is not Detectron2's.
-    """
-    name, kind = cfg.MODEL.META_ARCHITECTURE, registry_name(META_ARCH_REGISTRY)
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("detectron2"):
-            continue
-        for value in list(getattr(module, "__dict__", {}).values()):
-            is_other = type(value) is Registry and value is not META_ARCH_REGISTRY
-            if is_other and registry_name(value) == kind and name in value:
-                return module_name
-    return None
