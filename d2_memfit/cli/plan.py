@@ -82,11 +82,8 @@ def plan(args: argparse.Namespace) -> None:
 
     def steps() -> dict[str, Any]:
         planned = job.with_settings(plan.settings)
-        dry_jobs = {
-            name: dry_job_of(one, device, evaluates=False, run=args.run)
-            for name, one in {"without the plan": job, "with the plan": planned}.items()
-        }
-        return {name: dry.device.events(dry.training) for name, dry in dry_jobs.items()}
+        dry = dry_job_of(planned, device, evaluates=False, run=args.run)
+        return {"with the plan": dry.device.events(dry.training)}
 
     if args.output is not None and plan.fits:  # who reads what is printed may end early
         is_lazy = args.output.suffix == ".py"

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The description of a training job, from a config, a trainer class, a LazyConfig or pieces."""
 
-from .dicts import *
+from .datasets import *
 from .given import *
 from .job import *
 from .loader import *
