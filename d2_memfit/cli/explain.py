@@ -88,8 +88,8 @@ def _next_step(
     if not is_rebuilt and not (run.config_text or run.zoo_config):
         return explain("give the folder of the run, with its config.yaml", log="OUTPUT_DIR")
     if not is_rebuilt:
-        code = {"project": ["MODULE:FUNCTION"], "trainer": "MODULE:CLASS"}
-        return explain("name the code of its model", **code)
+        project = ["MODULE:FUNCTION"]
+        return explain("name the code of its model", project=project, trainer="MODULE:CLASS")
     if plan is None:
         return explain("plan for a card", card="8GB")
     if not plan.fits:

@@ -173,8 +173,6 @@ class Job:
             trainer: ``DefaultTrainer``, or a class with such class methods.
             cfg, ranks, batch: as for :meth:`from_cfg`.
         """
-        if not isinstance(cfg, CfgNode):
-            raise TypeError(f"a trainer's job needs a config of yacs, got a {type(cfg).__name__}")
         job = cls.__new__(cls)
         job._describe(TrainerParts(cfg, trainer), Settings.from_cfg(cfg, ranks), **batch)
         return job
