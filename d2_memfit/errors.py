@@ -37,7 +37,14 @@ class MemfitError(Exception):
 
 
 class ConfigError(MemfitError, ValueError):
-    """A config key, or the corresponding argument, has a value that cannot work."""
+    """A config key, or the corresponding argument, has a value that cannot work.
+
+    Attributes:
+        what: the message without advice, which may be about options of one command; "" if it has
+            none.
+    """
+
+    what = ""
 
 
 class ConfigErrors(ConfigError):

@@ -34,12 +34,12 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((function, args))
-        outcomes = [pipe.recv() if pipe.poll(TIMEOUT_S) else None for pipe in self._pipes]
+        outcomes = [_answer(pipe) for pipe in self._pipes]
         errors = [e for _, e in filter(None, outcomes) if e]
         if errors or None in outcomes:
             self.stop()
         assert not errors, "\n".join(errors)
-        assert None not in outcomes, f"not all ranks answered within {TIMEOUT_S} s"
+        assert None not in outcomes, f"a rank has died, or did not answer within {TIMEOUT_S} s"
         return [result for result, _ in outcomes]
 
     def stop(self):
@@ -63,6 +63,14 @@ class Ranks:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
+
+
+def _answer(pipe):
+    """What a rank sent; None if it takes too long or has died."""
+    try:
+        return pipe.recv() if pipe.poll(TIMEOUT_S) else None
+    except (EOFError, ConnectionError):
+        return None
 
 
 def _serve(rank, num_ranks, init_method, pipe):

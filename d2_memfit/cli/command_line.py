@@ -80,7 +80,7 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--coco": ("a dataset to register; the first is for training", {**_COCO, **_MANY}),
     "--config-file": ("a file, or a name in a zoo; a LazyConfig is .py", {"metavar": "FILE"}),
     "--details": ("print all that is known", _FLAG),
-    "--device": ("a card (rtx_3060, t4, a100, ...), cuda, cpu, or a device file", {}),
+    "--device": ("a card (rtx_3060, t4, a100, ...), cuda, or cpu", {}),
     "--dist-url": ("address of the first machine", {"default": f"tcp://127.0.0.1:{_PORT}"}),
     "--eval-only": ("evaluate, and do not train", _FLAG),
     "--fit": ("make the job fit this machine, or --budget or --card, by a plan", _FLAG),

@@ -11,8 +11,8 @@ from ..config.files import find_config_file
 from ..explain import Explanation, Help
 from ..explain.records import LoggedRun
 from ..explain.sources import read_runs
-from ..explain.text import answer_of_run, describe_run, describe_runs
-from ..explain.verdict import Predictions, explain_run, plan_for
+from ..explain.text import answer_of_run, details_of
+from ..explain.verdict import explain_run, plan_for, predict_run
 from ..job import Job, load_lazy_config
 from ..planner.plan import Plan
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
@@ -37,42 +37,42 @@ def explain(args: argparse.Namespace) -> None:
         check_lazy_options(args)
     if args.card is not None:
         settings_of_card(args.card)  # raises at once if there is none
-    predict, named = Predictions(help), [*enumerate(read_runs(args.log), 1)]
-    each = [
-        predict(f"run {i}", run)[1] if args.json else explain_run(f"run {i}", run, None)
-        for i, run in named
-    ]
+    runs = read_runs(args.log)
     # The last run that died, or else the last.
-    number, run = max(named, key=lambda pair: (pair[1].oom is not None, pair[0]))
-    prediction, told = predict(f"run {number}", run)
+    number = max(range(len(runs)), key=lambda i: (runs[i].oom is not None, i))
+    predictions = [
+        predict_run(run, help) if args.json or i == number else (None, "")
+        for i, run in enumerate(runs)
+    ]
+    each = [
+        explain_run(f"run {i}", run, *of_run)
+        for i, (run, of_run) in enumerate(zip(runs, predictions), 1)
+    ]
+    run, (prediction, _), told = runs[number], predictions[number], each[number]
     is_on_card = run.oom.case != "host" if run.oom else run.ended not in ("diverged", "error")
     wants_plan = args.card or args.output or (is_on_card and not args.json)
     plan = plan_for(run, prediction, args.card) if prediction and wants_plan else None
     writes = prediction is not None and plan is not None and plan.fits and args.output is not None
     keys, dry = "", prediction.dry_job if prediction else None
     if prediction and plan:
-        job = prediction.rebuilt.job
+        job = prediction.dry_job.job
         keys = keys_as_yaml(job, plan)
         if writes and args.config_file is not None:
             write_plan(args.output, lazy_file(args.config_file, [], plan))
         elif writes:
             write_plan(args.output, planned_yaml(job.cfg, plan))
-    answer, details = (
-        answer_of_run(run, told, prediction, plan),
-        describe_run(run, told, prediction),
-    )
+    answer = answer_of_run(run, told, plan)
     if each[1:]:
         answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
-        details = f"{describe_runs(each)}\n\n{details}"
     args.notes = []
     give_answer(
         args,
         Explanation(tuple(each)),
         answer,
-        details,
+        details_of(each, told),
         _next_step(args, run, not told.not_rebuilt, plan) if is_on_card or plan else "",
         keys=keys,
-        steps=lambda: {"as it ran": dry.device.events(dry.training)} if dry else {},
+        steps=lambda: {"as it ran": dry.device.events(dry.whole())} if dry else {},
         limit_gb=plan.budget_gb if plan else None,
     )
     if args.output is not None and not writes:

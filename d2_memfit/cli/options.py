@@ -24,7 +24,6 @@ from ..data.registration import register_coco
 from ..data.settings import Setting, fit_to_data, goes_with_data
 from ..errors import ConfigError
 from ..job import GivenBatches, Job, load_lazy_config, with_overrides
-from .screen import say
 
 __all__ = ["Config", "check_lazy_options", "find_function", "is_lazy", "job_of", "load_config"]
 __all__ += ["load_lazy", "opts_of_budget", "opts_of_fit", "opts_of_settings", "project_functions"]
@@ -206,7 +205,7 @@ def with_data(
                 settings.append(Setting("", None, why))
             needs_objects = is_trained and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
             folder = image_dir if reads_images else None
-            file = check_coco_file(name, json_file, folder, needs_objects, say)
+            file = check_coco_file(name, json_file, folder, needs_objects)
             files["train"] += [file] if is_trained else []
             files["test"] += [file] if is_tested else []
     of_data = fit_to_data(cfg, files["train"], files["test"], given)

@@ -15,7 +15,7 @@ from ..config.cards import find_card
 from ..errors import ConfigError
 from ..job import Job
 from ..memory import use_expandable_segments
-from ..planner.estimate import dry_job_of
+from ..planner.estimate import DryJob
 from ..planner.plan import Plan, plan_memory
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
 from ..planner.text import (
@@ -44,7 +44,9 @@ def estimate(args: argparse.Namespace) -> None:
         give_answer(args, inference, str(inference))
         return
     progress = show_progress if sys.stderr.isatty() else str  # its output has nothing else
-    dry_job = dry_job_of(job, device, not args.training_only, args.probe, args.run, progress)
+    dry_job = DryJob(job, device, not args.training_only, progress, args.run)
+    if args.probe:
+        dry_job.probe()
     estimate, budget_gb = dry_job.estimate(), job.budget_gb
     if budget_gb is not None and not args.probe:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
@@ -54,7 +56,7 @@ def estimate(args: argparse.Namespace) -> None:
         answer_of_estimate(estimate, budget_gb, budget_gb is not None and dry_job.fits(budget_gb)),
         describe_estimate(estimate),
         next_plan(args),
-        steps=lambda: {"training": dry_job.device.events(dry_job.training)},
+        steps=lambda: {"training": dry_job.device.events(dry_job.whole())},
         limit_gb=budget_gb,
     )
 
@@ -82,8 +84,8 @@ def plan(args: argparse.Namespace) -> None:
 
     def steps() -> dict[str, Any]:
         planned = job.with_settings(plan.settings)
-        dry = dry_job_of(planned, device, evaluates=False, run=args.run)
-        return {"with the plan": dry.device.events(dry.training)}
+        dry = DryJob(planned, device, evaluates=False, run=args.run)
+        return {"with the plan": dry.device.events(dry.whole())}
 
     if args.output is not None and plan.fits:  # who reads what is printed may end early
         is_lazy = args.output.suffix == ".py"

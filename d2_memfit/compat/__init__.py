@@ -9,28 +9,21 @@ uses private names of Detectron2, except those that a subclass inherits. Each na
 import importlib.util
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager
 from typing import Any, Callable, Optional
-from unittest.mock import patch
 
-import detectron2
 import torch.distributed as dist
 from detectron2.data.common import _MapIterableDataset
 from detectron2.data.samplers import TrainingSampler
 from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase
 from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
 from detectron2.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
-from detectron2.layers import mask_ops
 from detectron2.utils import comm, events
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 # On main, DefaultTrainer's state includes optimizer and scaler; on v0.6 only iteration and hooks.
 SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
-
-# The function with which ``paste_masks_in_image`` pastes a chunk of masks.
-paste_masks_on_grid = mask_ops._do_paste_mask
 
 # Random values that training samplers draw in their constructor, and that determine their order.
 DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
@@ -46,11 +39,6 @@ def has_compiled_ops() -> bool:
     from detectron2 import _C  # a setup without a compiler may have an empty one
 
     return hasattr(_C, "COCOevalEvaluateImages")
-
-
-def pretended_compiled_ops() -> AbstractContextManager[Any]:
-    """While open, provide an empty ``detectron2._C`` to files of Detectron2 that are imported."""
-    return patch.object(detectron2, "_C", SimpleNamespace(), create=True)
 
 
 def after_backward(trainer: TrainerBase) -> None:

@@ -17,7 +17,7 @@ from torch.utils import _device, _python_dispatch, _pytree
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 Convolution = nn.modules.conv._ConvNd
-pair = nn.modules.utils._pair
+take_tensors = torch._utils._take_tensors  # lists of one dtype and device, up to some bytes each
 DeviceContext = _device.DeviceContext
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 tree_flatten = _pytree.tree_flatten

@@ -24,7 +24,7 @@ from ..common.checks import (
     or_none,
     whole,
 )
-from ..data.sizes import shorter_sides
+from ..data.classes import shorter_sides
 from ..errors import ConfigError
 from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS

@@ -1,15 +1,15 @@
 # Copyright (c) the d2_memfit developers.
-"""The config keys with a model's number of classes."""
+"""Config keys about classes and sizes of images."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from textwrap import shorten
-from typing import Optional
+from typing import Optional, Union
 
 from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 from detectron2.modeling import META_ARCH_REGISTRY
 
-__all__ = ["class_keys", "names_in"]
+__all__ = ["class_keys", "names_in", "shorter_sides"]
 
 # By meta architecture; "" if there is none. Classes of projects have an attribute instead.
 _CLASS_KEYS = {
@@ -46,3 +46,8 @@ def class_keys(cfg: CfgNode) -> Optional[list[str]]:
 def names_in(names: Iterable[str]) -> str:
     """Names for a message, which may be cut."""
     return shorten(", ".join(names), 60, placeholder=" ...")
+
+
+def shorter_sides(value: Union[int, Sequence[int]]) -> tuple[int, ...]:
+    """INPUT.MIN_SIZE_TRAIN or INPUT.MIN_SIZE_TEST, a number or several, as a tuple."""
+    return (value,) if isinstance(value, int) else tuple(value)

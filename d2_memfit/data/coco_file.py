@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """The content of a COCO file, and checks that Detectron2 can work with it."""
 
-import gc
 import math
 import os
 from collections import Counter
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from ..common.reading import load_json
-from ..common.units import MB
 from ..errors import DataError
 from .faults import Summary, check, look_at_annotations, look_at_images
 
@@ -29,19 +27,13 @@ def _are_numbers(values: Any) -> bool:
 # What the fields that Detectron2 and pycocotools read must be. The first tests are for ids.
 _ID = (lambda v: type(v) in (int, str), "an integer or a text")
 _TEXT = (lambda v: isinstance(v, str), "a text")
-_TEXTS = (lambda v: isinstance(v, list) and all(map(_TEXT[0], v)), "a list of names")
 _PIXELS = (lambda v: type(v) in (int, float) and 0 < v < math.inf, "a number of pixels")
 _BOX = (lambda v: _are_numbers(v) and len(v) == 4, "[x, y, width, height]")
-_CROWD = (lambda v: v in (0, 1), "0 or 1")
-_POINTS = (lambda v: not v or (_are_numbers(v) and len(v) % 3 == 0), "numbers, by threes")
-_OPTIONAL = {"iscrowd", "keypoints"}
 _FIELDS: dict[str, dict[str, tuple[Callable[[Any], bool], str]]] = {
     "images": {"id": _ID, "file_name": _TEXT, "height": _PIXELS, "width": _PIXELS},
-    "annotations": {"id": _ID, "image_id": _ID, "category_id": _ID, "bbox": _BOX}
-    | {"iscrowd": _CROWD, "keypoints": _POINTS},
-    "categories": {"id": _ID, "name": _TEXT, "keypoints": _TEXTS},
+    "annotations": {"id": _ID, "image_id": _ID, "category_id": _ID, "bbox": _BOX},
+    "categories": {"id": _ID, "name": _TEXT},
 }
-_LARGE_BYTES = 50 * MB  # reading of larger files is slow enough for a message
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,6 @@ def check_coco_file(
     json_file: str,
     image_dir: Optional[str],
     for_training: bool,
-    progress: Callable[[str], None] = lambda line: None,
 ) -> CocoFile:
     """Read a COCO file, and check the properties that Detectron2 relies on.
 
@@ -89,29 +80,12 @@ def check_coco_file(
             checked.
         for_training: whether there must be objects to learn from. If not, annotations may be
             missing, as in COCO's test sets.
-        progress: called with a line before a large file is read.
 
     Raises:
         DataError: the file is missing, is not a COCO file, or is empty; or its images are
             elsewhere.
     """
-    if os.path.isfile(json_file) and (size := os.path.getsize(json_file)) > _LARGE_BYTES:
-        progress(f"Reading {json_file}, {size / MB:.0f} MB ...")
-    # Garbage collection would scan all objects again and again while they are made. For a file of
-    # COCO's size, this takes twice as long as the rest.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        coco = load_json(json_file, f"dataset {name}: ")
-        return _check(name, json_file, coco, image_dir, for_training)
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _check(
-    name: str, json_file: str, coco: Any, image_dir: Optional[str], for_training: bool
-) -> CocoFile:
+    coco = load_json(json_file, f"dataset {name}: ")
     if not isinstance(coco, dict):
         raise DataError(f"dataset {name}: {json_file} is not in COCO's format: it has no 'images'")
     if not for_training:
@@ -141,20 +115,20 @@ def _check(
         for image in images:
             image["file_name"] = os.path.join(image_dir, image["file_name"])
         look_at_images(summary, images)
-        check(summary, {"name", "image"}, f"dataset {name}: ", in_file=True)
+        check(summary, {"image"}, f"dataset {name}: ", in_file=True)
     return CocoFile(name, json_file, summary, keypoint_names(coco), coco)
 
 
 def _check_entries(where: str, entries: Any, key: str) -> None:
     if not isinstance(entries, list):
         raise DataError(f"{where} is missing, so the file is not in COCO's format")
-    fields = _FIELDS[key].keys() - _OPTIONAL
+    fields = _FIELDS[key].keys()
     for entry in entries:
         if not isinstance(entry, dict) or not fields <= entry.keys():
             missing = fields - set(entry) if isinstance(entry, dict) else fields
             raise DataError(f"{where} has an entry without {', '.join(sorted(missing))}: {entry}")
     for field, (is_good, what) in _FIELDS[key].items():
-        odd = next((e for e in entries if field in e and not is_good(e[field])), None)
+        odd = next((e for e in entries if not is_good(e[field])), None)
         if odd is not None:
             of_entry = "" if what == _ID[1] else f" with the id {odd['id']}"
             raise DataError(

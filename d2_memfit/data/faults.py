@@ -11,10 +11,9 @@ from typing import Any, Optional
 import numpy as np
 from detectron2.config import CfgNode
 from detectron2.structures import BoxMode
-from detectron2.utils.file_io import PathManager
 from PIL import Image
 
-from ..common.checks import value_of
+from ..common.checks import fits, value_of
 from ..common.reading import checked
 from ..errors import DataError, printable
 from .classes import class_keys, names_in
@@ -29,42 +28,30 @@ _XYWH = BoxMode.XYWH_ABS  # slow to look up
 _CORNERS = (BoxMode.XYXY_ABS, BoxMode.XYXY_REL)
 _IN_PIXELS = (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS)
 _EMPTY = 1e-5  # pixels; Detectron2's filter_empty_instances drops boxes up to this size
-_TINY = 2  # pixels
 # How far a box may leave its image: objects at the edge are often drawn a little over it.
 _OVER_EDGE = 0.05  # of the image's side
 _OVER_EDGE_PIXELS = 2
 _EXAMPLES = 3
 _MOST_OPENED = 2000  # images: about a second on a local disk
 _ORIENTATION = 0x0112  # the tag of EXIF
-# Only these faults matter in crowds, which are not trained on, but drawn in an evaluation.
-_FAULTS_OF_CROWDS = ("bad_polygon", "bad_rle", "odd_polygon", "rle_size")
-# Objects in one image. Their masks and their comparison with 10,000 boxes take minutes and 20 GB.
-_MOST_OBJECTS = 50_000
-
-_DROPS = "Detectron2's mapper drops them silently"
 _STOPS = "Training stops when one is loaded"
 _SIZE = "Were they drawn on images of another size"
 # The table of faults. Each has a kind, which says what has it; kinds that a model does not learn
 # are not checked. Then follows when it is an error, and not a warning: "always", "most" (if more
-# than half of the objects have it), "file" (in a COCO file, which is checked before training), or
-# "never". Each line is what is said: {n} is the number of cases, and the remedy comes last.
+# than half of the objects have it), or "file" (in a COCO file, which is checked before training).
+# Each line is what is said: {n} is the number of cases, and the remedy comes last.
 _FAULTS = {
     ("box", "most"): {
-        "nan_box": f"{{n}} boxes have a NaN or infinity. {_DROPS}",
-        "negative_box": "{n} boxes have a negative width or height. "
-        f"{_DROPS}. Is bbox_mode right?",
-        "empty_box": f"{{n}} boxes have no area. {_DROPS}",
+        "bad_box": "{n} boxes have a NaN, an infinity or no area. Detectron2's mapper drops them "
+        "silently. Is bbox_mode right?",
         "no_box": f"{{n}} objects have a bbox that is not four numbers. {_STOPS}",
         "fraction_box": "{n} boxes have numbers from 0 to 1, but the format is in pixels. Multiply "
         "them by the image's width and height",
-        "tiny_box": f"{{n}} boxes are smaller than 2 pixels. {_SIZE}?",
+        "bad_class": "{n} objects have a category_id that is not an integer from 0 up. " + _STOPS,
         "corners_box": "{n} boxes exceed their image, but would fit it as [x0, y0, x1, y1]. The "
         "format is [x, y, width, height]: convert them, or set bbox_mode",
         "outside_box": "{n} boxes exceed their image. Detectron2's mapper clips them at the edge. "
         f"{_SIZE}, or is width swapped with height?",
-    },
-    ("class", "never"): {
-        "bad_class": "{n} objects have a category_id that is not an integer from 0 up. " + _STOPS
     },
     ("mask", "always"): {
         "bad_polygon": "{n} objects have a polygon with a corner that is NaN, infinite, beyond a "
@@ -75,11 +62,8 @@ _FAULTS = {
         "no_mask": "MODEL.MASK_ON is True, but {n} objects have no mask. Training drops them, and "
         "images that have no others, or stops. Add masks, use a config of COCO-Detection, or set "
         "MODEL.MASK_ON False",
-        "rle_size": "{n} masks are run-length codes of another size than their image. Training "
-        "stops, or learns from them wrongly",
-        "bad_rle": "{n} masks are mappings without the size and counts of a run-length code. "
-        f"{_STOPS}",
-        "odd_polygon": f"{{n}} masks have a polygon with an odd number of coordinates. {_STOPS}",
+        "bad_mask": "{n} masks are not polygons of pairs of numbers, and not run-length codes of "
+        f"their image's size. {_STOPS}, or learns from them wrongly",
     },
     ("code", "file"): {
         "rle": "INPUT.MASK_FORMAT is polygon, but {n} masks are run-length codes. Set it to bitmask"
@@ -87,13 +71,8 @@ _FAULTS = {
     ("keypoints", "file"): {
         "no_keypoints": f"MODEL.KEYPOINT_ON is True, but {{n}} objects have no keypoints. {_STOPS}"
     },
-    ("crowd", "always"): {
-        "crowded": f"{{n}} images have more than {_MOST_OBJECTS:,} objects. Training compares each "
-        "with each anchor, which takes all memory. Cut them into tiles, as projects/TiledImages "
-        "does, or remove them",
-    },
-    ("name", "file"): {"missing": "{n} images do not exist. Correct their names or folder"},
     ("image", "file"): {
+        "missing": "{n} images do not exist. Correct their names or folder",
         "unreadable": f"{{n}} opened images cannot be decoded. {_STOPS}",
         "size": "{n} opened images have another size than their dict says. Detectron2 rotates "
         f"photographs as their EXIF data say. {_STOPS}",
@@ -117,8 +96,7 @@ class Summary:
         num_images, num_objects: totals over all dicts.
         num_images_with_objects: number of images that have any.
         num_opened: number of images whose files were opened.
-        most_objects: the most objects in one image.
-        cases: cases of each fault that occurs. Cases of masks include crowds.
+        cases: cases of each fault that occurs.
         classes: number and places of objects by ``category_id``.
     """
 
@@ -126,17 +104,16 @@ class Summary:
     num_objects: int = 0
     num_images_with_objects: int = 0
     num_opened: int = 0
-    most_objects: int = 0
     cases: dict[str, Case] = field(default_factory=dict)
     classes: dict[int, Case] = field(default_factory=dict)
 
     def lines(self, kinds: Collection[str]) -> Iterator[tuple[str, Case, str]]:
         """For each fault of these kinds: when it is an error, its cases, and a line about it."""
-        totals = {"crowd": self.num_images, "name": self.num_images, "image": self.num_opened}
         for (kind, error), texts in _FAULTS.items():
             for fault in [f for f in texts if f in self.cases and kind in kinds]:
                 case = self.cases[fault]
-                n = f"{case.number} of {totals.get(kind, self.num_objects)}"
+                total = self.num_images if kind == "image" else self.num_objects
+                n = f"{case.number} of {total}"
                 yield error, case, f"{texts[fault].format(n=n)}: {'; '.join(case.examples)}"
 
 
@@ -144,7 +121,7 @@ def kinds_of(cfg: CfgNode) -> set[str]:
     """The kinds of faults of annotations that matter for what a model learns."""
     masks = {"mask", "code"} if cfg.INPUT.MASK_FORMAT == "polygon" else {"mask"}
     keypoints = {"keypoints"} if cfg.MODEL.KEYPOINT_ON else set()
-    return {"box", "class"} | (masks if cfg.MODEL.MASK_ON else set()) | keypoints
+    return {"box"} | (masks if cfg.MODEL.MASK_ON else set()) | keypoints
 
 
 def check(summary: Summary, kinds: set[str], where: str = "", in_file: bool = False) -> None:
@@ -171,7 +148,7 @@ def warnings_about(
         class_names: class names of the dataset, if known.
     """
     learnt = {"box"} if cfg is None else kinds_of(cfg)
-    warnings = [line for *_, line in summary.lines({"name", "image", *learnt})]
+    warnings = [line for *_, line in summary.lines({"image", *learnt})]
     if cfg is None or not (keys := class_keys(cfg)):
         return warnings
     num_classes = value_of(cfg, keys[0])
@@ -200,14 +177,11 @@ def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> Summary:
         summary.num_images += 1
         summary.num_objects += num
         summary.num_images_with_objects += num > 0
-        summary.most_objects = max(num, summary.most_objects)
         name = image.get("file_name", image.get("image_id"))
-        if num > _MOST_OBJECTS:
-            count(summary.cases, "crowded", f"{name}, {num:,} objects")
         size = image.get("height"), image.get("width")
-        if not all(isinstance(side, (int, float)) for side in size):
-            size = None, None
         for number, annotation in enumerate(annotations):
+            if annotation.get("iscrowd", 0):  # not trained on
+                continue
             category, points = annotation.get("category_id"), annotation.get("keypoints")
             has_class = isinstance(category, Integral) and int(category) >= 0
             faults = [
@@ -216,11 +190,9 @@ def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> Summary:
                 "no_keypoints" if points is None or not len(points) else "",
                 "" if has_class else "bad_class",
             ]
-            is_crowd = annotation.get("iscrowd", 0)
             for fault in filter(None, faults):
-                if not is_crowd or fault in _FAULTS_OF_CROWDS:
-                    count(summary.cases, fault, name, annotation, number)
-            if has_class and not is_crowd:
+                count(summary.cases, fault, name, annotation, number)
+            if has_class:
                 count(summary.classes, int(category), name, annotation, number)
     return summary
 
@@ -241,21 +213,18 @@ def count(
 
 def _fault_of_box(box: Any, mode: Any, height: Optional[float], width: Optional[float]) -> str:
     try:
-        if not math.isfinite(sum(box)):
-            return "nan_box"
+        is_finite = math.isfinite(sum(box))
         x, y, w, h = box[:4]
         if mode in _CORNERS:
             w, h = w - x, h - y
     except (LookupError, OverflowError, TypeError, ValueError):
         return "no_box"
-    if w < 0 or h < 0:
-        return "negative_box"
-    if w <= _EMPTY or h <= _EMPTY:
-        return "empty_box"
+    if not is_finite or w <= _EMPTY or h <= _EMPTY:
+        return "bad_box"
     if mode not in _IN_PIXELS:  # rotated, or relative
         return ""
-    if w < _TINY and h < _TINY:
-        return "fraction_box" if min(box) >= 0 and max(box) <= 1 else "tiny_box"
+    if min(box) >= 0 and max(box) <= 1:
+        return "fraction_box"
     if height is None or width is None:
         return ""
     over_x = _OVER_EDGE * width + _OVER_EDGE_PIXELS
@@ -271,9 +240,7 @@ def _fault_of_mask(mask: Any, height: Optional[float], width: Optional[float]) -
     if isinstance(mask, np.ndarray):  # of pixels
         return ""
     if isinstance(mask, dict):
-        if not _is_run_length_code(mask.get("size"), mask.get("counts")):
-            return "bad_rle"
-        return "rle" if height is None or list(mask["size"]) == [height, width] else "rle_size"
+        return "rle" if _is_run_length_code(mask, height, width) else "bad_mask"
     if not mask:
         return "no_mask"
     if not isinstance(mask, (list, tuple)):
@@ -284,7 +251,7 @@ def _fault_of_mask(mask: Any, height: Optional[float], width: Optional[float]) -
             return "bad_polygon"
     except (OverflowError, TypeError):  # not lists of numbers, or of one that no float can hold
         return "bad_polygon"
-    return "odd_polygon" if any(len(polygon) % 2 for polygon in polygons) else ""
+    return "bad_mask" if any(len(polygon) % 2 for polygon in polygons) else ""
 
 
 def _is_out_of_reach(polygon: Any) -> bool:
@@ -293,9 +260,10 @@ def _is_out_of_reach(polygon: Any) -> bool:
     return not all(-_FAR < number < _FAR for number in polygon)
 
 
-def _is_run_length_code(size: Any, counts: Any) -> bool:
-    is_pair = isinstance(size, (list, tuple)) and len(size) == 2
-    if not is_pair or not all(isinstance(side, int) and side > 0 for side in size):
+def _is_run_length_code(mask: dict[str, Any], height: Any, width: Any) -> bool:
+    size: Any = mask.get("size")
+    counts = mask.get("counts")
+    if not fits(size, tuple[int, int]) or (height is not None and [*size] != [height, width]):
         return False
     if isinstance(counts, list):  # numbers of pixels, not compressed
         are_numbers = all(isinstance(n, int) and n >= 0 for n in counts)
@@ -309,19 +277,14 @@ def look_at_images(summary: Summary, dicts: Sequence[Mapping[str, Any]]) -> None
 
     Args:
         dicts: each with ``file_name``, and with ``height`` and ``width`` after EXIF, if known.
-            Only the first of files of the form ``scheme://`` is looked for.
+            Files of the form ``scheme://`` are not looked at.
     """
-    files = [image["file_name"] for image in dicts]
-    if any("://" in file for file in files[:1]):  # each check is slow
-        if not PathManager.isfile(files[0]):
-            count(summary.cases, "missing", files[0])
+    if dicts and dicts[0]["file_name"].partition("://")[0].isalnum():
         return
-    folders = {os.path.dirname(file) for file in files}
-    there = {f: set(os.listdir(f or ".")) if os.path.isdir(f or ".") else set() for f in folders}
-    found = [os.path.basename(file) in there[os.path.dirname(file)] for file in files]
-    for file in (file for file, is_there in zip(files, found) if not is_there):
+    images = [image for image in dicts if os.path.isfile(image["file_name"])]
+    there = {image["file_name"] for image in images}
+    for file in [d["file_name"] for d in dicts if d["file_name"] not in there]:
         count(summary.cases, "missing", file)
-    images = [image for image, is_there in zip(dicts, found) if is_there]
     for image in images[:: 1 + len(images) // _MOST_OPENED]:
         summary.num_opened += 1
         file, expected = image["file_name"], (image.get("width"), image.get("height"))

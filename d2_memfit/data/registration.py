@@ -1,25 +1,26 @@
 # Copyright (c) the d2_memfit developers.
-"""Datasets registered by their COCO files."""
+"""Datasets registered by their COCO files, and evaluated with pycocotools."""
 
-from functools import partial
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial, wraps
 from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.datasets import load_coco_json
-from detectron2.utils.file_io import PathManager
+from detectron2.evaluation import COCOEvaluator
+from detectron2.utils.logger import log_first_n
 
 from ..common.checks import did_you_mean
 from ..common.files import is_file
+from ..common.patching import replaced_functions
 from ..common.reading import load_json
 from ..errors import ConfigError, DataError
 from .coco_file import keypoint_names
 
-__all__ = ["check_datasets", "register_coco"]
-
-# The metadata of Detectron2's datasets that are paths.
-_ANNOTATIONS = {"json_file", "panoptic_json"}
-_FILES = ("json_file", "panoptic_json", "image_root", "panoptic_root", "sem_seg_root")
+__all__ = ["check_datasets", "register_coco", "unique_annotation_ids"]
 
 
 def register_coco(name: str, json_file: str, image_dir: str) -> None:
@@ -69,16 +70,45 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
     if unknown:
         advice = "Register each, for example with --coco NAME JSON IMAGE_DIR"
         raise ConfigError(f"{'. '.join(unknown)}. {advice}")
-    lists = []
-    for key, name in named:
-        metadata = MetadataCatalog.get(name)
-        paths = {part: metadata.get(part) for part in _FILES if metadata.get(part)}
-        gone = {p: f for p, f in paths.items() if not (is_file(f) or PathManager.isdir(f))}
-        if gone.keys() & _ANNOTATIONS:  # images alone may be elsewhere, by absolute paths
-            lists.append(f"{key} {name}: {', '.join(gone.values())}")
-    if lists:
+    gone = [
+        f"{key} {name}: {path}"
+        for key, name in named
+        for part in ("json_file", "panoptic_json")
+        if (path := MetadataCatalog.get(name).get(part)) and not is_file(path)
+    ]
+    if gone:
         raise DataError(
-            f"files of the datasets do not exist, or are pipes. {'. '.join(lists)}. Built-in "
+            f"files of the datasets do not exist, or are pipes. {'. '.join(gone)}. Built-in "
             "datasets are looked for in the folder that DETECTRON2_DATASETS names, ./datasets by "
             "default"
         )
+
+
+def unique_annotation_ids() -> AbstractContextManager[None]:
+    """While open, ``COCOEvaluator`` numbers annotations from 1 if pycocotools needs that.
+
+    ``COCOeval.evaluateImg`` writes the id of the matched annotation, or 0 for no match. ``COCO``
+    finds annotations by their ids. So an object with the id 0 would count as missed.
+    """
+    # Projects make and derive evaluators themselves, in build_evaluator or test.
+    return replaced_functions([COCOEvaluator], {"evaluate": _numbering})
+
+
+def _numbering(evaluate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(evaluate)
+    def evaluate_numbered(self: Any, *args: Any, **kwargs: Any) -> Any:
+        annotations = self._coco_api.dataset.get("annotations", [])
+        ids = {a["id"] for a in annotations if isinstance(a["id"], int) and a["id"] > 0}
+        if len(ids) < len(annotations):
+            log_first_n(
+                logging.WARNING,
+                f"{self._metadata.get('json_file')}: annotation ids are not different integers "
+                "from 1 up, which pycocotools needs. The evaluation uses new numbers",
+                key="message",
+            )
+            for number, annotation in enumerate(annotations, 1):
+                annotation["id"] = number
+            self._coco_api.createIndex()
+        return evaluate(self, *args, **kwargs)
+
+    return evaluate_numbered

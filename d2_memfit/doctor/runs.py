@@ -26,7 +26,6 @@ from torch import nn
 from .. import compat
 from ..common.side_work import no_information
 from ..config.load import with_settings
-from ..engine.batches import ResumableBatches, UnknownLoader
 from ..engine.build import build_trainer
 from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.defaults import MemfitMixin
@@ -86,33 +85,18 @@ def resumes(job: Job, trainer: Optional[type]) -> str:
         whole = _train(job, trainer, one, settings)
         _train(job, trainer, other, settings, last=_ITERATIONS // 2)
         resumed = _train(job, trainer, other, settings, resume=True)
-    _compare(whole, resumed, "an uninterrupted run", lambda: _about_its_order(job))
+    _compare(whole, resumed, "an uninterrupted run")
     how = f"class Trainer(MemfitMixin, {trainer.__name__})" if trainer else "build_trainer"
     return f"{how}: a resumed run equals an uninterrupted one, bit by bit, on the dataset's images"
 
 
-def _compare(
-    expected: Mapping[str, str], found: Mapping[str, str], whose: str, more: Callable[[], str] = str
-) -> None:
+def _compare(expected: Mapping[str, str], found: Mapping[str, str], whose: str) -> None:
     changed = [name for name in expected if expected[name] != found.get(name)]
     if changed or len(expected) != len(found):
         raise Unwell(
             f"{len(changed)} of {len(expected)} tensors of model and optimizer differ from those "
-            f"of {whose}, such as {', '.join(changed[:2])}. {more()}".strip()
+            f"of {whose}, such as {', '.join(changed[:2])}"
         )
-
-
-def _about_its_order(job: Job) -> str:
-    """Say whether the order of a job's images could be saved."""
-    try:
-        with no_information(logging.WARNING):
-            ResumableBatches(job.parts.build_train_loader())
-    except UnknownLoader as e:
-        return (
-            f"Its loader is {e}, whose order is not known, so the data start from the beginning. "
-            "Use build_detection_train_loader"
-        )
-    return "Its data continued where the run ended"
 
 
 def agrees_on_two_ranks(remake: Remake, trainer: Optional[type] = None) -> str:

@@ -6,6 +6,7 @@ the function behind ``F.cross_entropy``; the property that tells of the default 
 methods of a few well-known criteria, whose counts cannot be seen from outside (:data:`_MEANS`).
 """
 
+import inspect
 import re
 import sys
 from collections import Counter
@@ -22,6 +23,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions' default group is the group at import
+from detectron2.utils.events import get_event_storage
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
@@ -296,26 +298,41 @@ def _mean(
     losses: Sequence[str],
     is_counted: bool,
 ) -> Callable[..., Any]:
-    def method(module: nn.Module, *args: Any) -> Any:
-        result = original(module, *args)
-        if counts is not None and module.training and is_counted:
-            factor = counts.factor(number(module, *args), 1.0)
-            return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
-        if counts is not None and module.training:
+    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(module, *args, **kwargs)
+        if counts is None or not module.training:
+            return result
+        if not is_counted:
             counts.nearly.update(result)
-        return result
+            return result
+        bound = inspect.signature(original).bind(module, *args, **kwargs).args
+        factor = counts.factor(number(*bound), 1.0)
+        return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
 
     return method
 
 
 def _running(original: Callable[..., float]) -> Callable[..., float]:
-    """For the running mean of positive anchors in a batch: a micro-batch moves it by its share."""
+    """For RetinaNet and FCOS: a running mean of the positive anchors in a batch.
+
+    It changes once per window. The window's number is estimated from the micro-batches so far: the
+    exact one would take another forward of all images.
+    """
 
     def update(
         module: nn.Module, name: str, value: float, initial_value: float, momentum: float = 0.9
     ) -> float:
         share = 1.0 if counts is None else counts.own_share
-        return original(module, name, value / share, initial_value, momentum**share) * share
+        if share == 1:
+            return original(module, name, value, initial_value, momentum)
+        state, iteration = vars(module), get_event_storage().iter  # a retry puts attributes back
+        of, before, total, shares = state.get(f"{name}_of_window", (None, 0.0, 0.0, 1.0))
+        if of != iteration or shares > 1 - 1e-6:
+            before, total, shares = state.get(name, initial_value), 0.0, 0.0
+        total, shares = total + value, shares + share
+        state[f"{name}_of_window"] = iteration, before, total, shares
+        state[name] = before * momentum + total / shares * (1 - momentum)
+        return float(state[name] * share)
 
     return update
 

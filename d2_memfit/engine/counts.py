@@ -110,8 +110,9 @@ class Counts:
             OutOfMemoryError: on every rank, if one rank has no memory to count.
         """
         self._compare_formulas()
-        none = self._new_answers(LossReport(), ranks=self._ranks)
-        self._answers, self.is_one_piece = none if self._ranks > 1 else None, False
+        self._answers, self.is_one_piece = None, False
+        if self._ranks > 1:
+            self._answers = self._new_answers(LossReport(), ranks=self._ranks)
         if not (self._is_due or self._is_answered):
             return
         images = window.load_all()

@@ -13,7 +13,7 @@ from .. import compat
 from ..common.side_work import unchanged_random_state
 from ..common.snapshot import Snapshot
 from ..config.settings import RecoveryOptions, Settings
-from ..data.annotation_ids import unique_annotation_ids
+from ..data.registration import unique_annotation_ids
 from ..job import checked_test_loaders
 from ..memory import enforce_budget
 from ..techniques.evaluation_on_host import can_have_results_on_host, results_on_host

@@ -199,10 +199,11 @@ class _Check:
         alone = self._run([*apart, *apart[:1]], found)  # a queue fills
         self.state = Snapshot(self.model, weights_that_may_change(self.model))
         whole = self._run(together, backward=True)
-        own, self.totals = added(alone.noted[: len(self.images)]), added(told.noted)
-        for site in self.totals.keys() & own.keys() - {OBJECTS, IMAGES} if is_answered else ():
-            if is_same(self.totals[site], own[site]):
+        own, totals = added(alone.noted[: len(self.images)]), added(told.noted)
+        for site in totals.keys() & own.keys() - {OBJECTS, IMAGES} if is_answered else ():
+            if is_same(totals[site], own[site]):
                 found.counts.append(site)
+        self.totals = {site: totals[site] for site in (*found.counts, OBJECTS)}
         is_summed = any(site[0] == "sum" for site in found.counts)
         found.pretends &= is_summed
         for name, mean in self._run(apart, found).values.items() if is_summed else ():
@@ -249,12 +250,10 @@ class _Check:
             backward: whether to compute the gradients of the losses.
         """
         self.state.restore()
-        report, number = report or LossReport(), len(self.images)
-        known = {*report.counts, OBJECTS}
-        totals = {s: n for s, n in self.totals.items() if s in known}
+        number, totals = len(self.images), self.totals if report else {}
         behind = (number, number) if totals else (0, 0)
         is_exact, scale = self.options.policy == "exact", 1 if self.limit == LIMIT else 1024
-        run = _Run(self.model, is_exact, self._answer, report, totals, behind)
+        run = _Run(self.model, is_exact, self._answer, report or LossReport(), totals, behind)
         run.values, run.gradients = {}, [0.0] * len(self.groups)
         # On the CPU, oneDNN would keep 30 MB of code for each new size of images.
         flags = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)

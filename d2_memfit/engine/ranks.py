@@ -3,9 +3,8 @@
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Optional
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
 from ..common.units import MB
-from ..compat.pytorch import has_communication_hooks
+from ..compat.pytorch import has_communication_hooks, take_tensors
 from ..errors import ConfigError, MemfitError
 from .retry import RecoveryReport
 from .window import MicroBatch, Window, image_names
@@ -130,7 +129,8 @@ def average_gradients(model: nn.Module, window: Window, reports: Sequence[RankRe
         return
     scale = window.expected_images / sum(r.num_images for r in reports)
     on_any_rank = [any(has) for has in zip(*(r.has_gradient for r in reports))]
-    for bucket in _buckets(p for p, has in zip(model.parameters(), on_any_rank) if has):
+    reduced = [p for p, has in zip(model.parameters(), on_any_rank) if has]
+    for bucket in take_tensors(reduced, _BUCKET_BYTES):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         flat = torch.cat([g.reshape(-1) for g in gradients]).mul_(scale)
         dist.all_reduce(flat, group=model.process_group)
@@ -158,18 +158,3 @@ def check_ddp(model: DistributedDataParallel, recovers: bool) -> None:
     if has_communication_hooks(model):
         text = "The communication hooks of DistributedDataParallel, such as fp16_compression, are"
         logger.warning("%s not used: gradients are reduced once per iteration", text)
-
-
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of one dtype and device, about ``_BUCKET_BYTES`` per bucket."""
-    for _, group in groupby(parameters, key=lambda p: (p.dtype, p.device)):
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for p in group:
-            bucket.append(p)
-            size += p.nbytes
-            if size >= _BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-        if bucket:
-            yield bucket

@@ -24,7 +24,7 @@ from .window import MicroBatch, Window
 
 logger = logging.getLogger(__name__)
 
-# Iterations without an out-of-memory error after which a halved limit is doubled again.
+# Iterations without an out-of-memory error after which a limit that was lowered is no longer used.
 GROW_AFTER = 1000
 # Share of all images seen that may be skipped, rounded up to a whole image.
 MAX_SKIPPED = 0.001
@@ -81,8 +81,8 @@ def undo(model: nn.Module, before: Optional[Snapshot]) -> None:
 class Cutter:
     """Cuts windows into micro-batches within a limit, and learns the limit from what does not fit.
 
-    The limit is a number of images. It is halved when memory runs out, and doubled after a while
-    without errors.
+    The limit is a number of images. It is halved when memory runs out. After a while without errors
+    it is again what is configured.
 
     Args:
         configured: images per micro-batch; None for the loader's batch.
@@ -95,7 +95,6 @@ class Cutter:
     def __init__(self, configured: Optional[int]) -> None:
         self.is_configured = configured is not None
         self.images = self._configured = configured
-        self._full = configured or 0  # the largest micro-batch that is asked for
         self._clean_iterations = 0
 
     def take(self, window: Window) -> Optional[MicroBatch]:
@@ -111,7 +110,6 @@ class Cutter:
         Returns:
             str: what was done, for the log.
         """
-        self._full = max(self._full, largest.num_images)
         self._clean_iterations = 0
         self.images = largest.num_images // 2
         return f"the micro-batch is halved to {self.images}"
@@ -123,23 +121,19 @@ class Cutter:
             bool: whether the limit has grown.
         """
         self._clean_iterations = self._clean_iterations + 1 if clean else 0
-        is_lowered = self.images is not None and self.images != self._configured
-        if self._clean_iterations < GROW_AFTER or not is_lowered:
+        if self._clean_iterations < GROW_AFTER or self.images == self._configured:
             return False
-        self._clean_iterations = 0
-        doubled = 2 * (self.images or 0)
-        self.images = doubled if doubled < self._full else self._configured
+        self._clean_iterations, self.images = 0, self._configured
         return True
 
     def state_dict(self) -> dict[str, Any]:
         # A configured limit was not learned; the config may differ when this is loaded.
         learned = None if self.images == self._configured else self.images
-        return {"images": learned, "full": self._full, "clean": self._clean_iterations}
+        return {"images": learned, "clean": self._clean_iterations}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what was learned, up to what is configured now."""
         self.images = min(filter(None, (state["images"], self._configured)), default=None)
-        self._full = self._configured or state["full"]
         self._clean_iterations = state["clean"]
 
 

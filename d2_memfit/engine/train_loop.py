@@ -177,8 +177,6 @@ class AccumulatingTrainer(ResumableTrainer):
             self.undo = start.restore
         if self._reduces_in_backward:  # as in Detectron2
             run_all(window.take, lambda batch: self._backward(self._forward(batch), 1.0))
-            if self._changing is None:
-                self._changing = start.changed_modules()
             reports = self._vote(window, RankReport())
         else:
             no_sync = getattr(self.model, "no_sync", nullcontext)()
@@ -187,6 +185,8 @@ class AccumulatingTrainer(ResumableTrainer):
             storage.write()
             if self.recovery is not None:
                 self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
+        if self.recovery is None and self._changing is None:
+            self._changing = start.changed_modules()
         check_finite(reports, self.iter)
         if not self._reduces_in_backward and any(r.num_images for r in reports):
             with self._explained("reduction", window):

@@ -4,17 +4,18 @@
 import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
+import yaml
 from detectron2 import data
 from detectron2.config import CfgNode
 from detectron2.data import transforms as T
 from detectron2.engine import DefaultTrainer
 from detectron2.modeling import META_ARCH_REGISTRY
 
-from ..config.cards import Card, cards_named, find_card
+from ..common.reading import SafeLoader
+from ..config.cards import Card, find_card
 from ..config.load import load_cfg
 from ..data.registration import register_coco
 from ..errors import ConfigError
@@ -22,12 +23,11 @@ from ..job import Job
 from ..planner.device import DeviceModel
 from .records import LoggedRun
 
-__all__ = ["Help", "Rebuilt", "card_of", "rebuild", "release_of"]
+__all__ = ["Help", "card_of", "rebuild", "release_of"]
 
 # Values of the log that are of its machine.
 _HERE = {"OUTPUT_DIR": "./output", "MODEL.DEVICE": "cuda"}
-_NO_LIMIT = 10_000  # pixels of a longest side
-_MOST_IMAGES, _MOST_CLASSES = 256, 10_000  # on a GPU, of a dataset: more is a mistake
+_MOST_CLASSES = 10_000  # of a dataset: more is a mistake
 _KINDS = {"semantic": "sem_seg", "panoptic": "coco_panoptic_seg"}
 
 
@@ -52,47 +52,35 @@ class Help:
     lazy_job: Optional[Callable[[int], Job]] = None
 
 
-class Rebuilt(NamedTuple):
-    """A run's job on its card, and a line for each thing that is not known."""
-
-    job: Job
-    device: DeviceModel
-    assumed: list[str]
-
-
-def rebuild(run: LoggedRun, help: Help) -> Rebuilt:
+def rebuild(run: LoggedRun, help: Help) -> tuple[Job, DeviceModel, list[str]]:
     """Make a run's job again.
+
+    Returns:
+        The job, its card, and a line for each thing that is not known.
 
     Raises:
         ConfigError: something of the job is neither in the log nor here.
     """
-    card, _ = card_of(run)
-    device, assumed, release = (
+    (card, _), release, ranks = card_of(run), release_of(run), run.ranks or 1
+    device = replace(
         DeviceModel.load(card.device if card else "cuda"),
-        [],
-        release_of(run),
+        card_is_known=bool(run.gpus),
+        # Until 2.0, gradients existed in each forward.
+        release_is_known=release is not None and release >= (2, 0),
     )
+    assumed: list[str] = []
     if card is None:
         said = run.gpus[0] if run.gpus else "a card that the log does not name"
         assumed.append(f"{said}, taken for a current CUDA card")
-        device = replace(device, card_is_known=bool(run.gpus))
-    if release is None:
-        assumed.append("the log does not say which PyTorch ran")
-    # Until 2.0, gradients existed in each forward.
-    device = replace(device, release_is_known=release is not None and release >= (2, 0))
-    ranks = run.ranks or 1
     if run.is_lazy and help.lazy_job is not None:
-        return Rebuilt(help.lazy_job(ranks), device, assumed)
+        return help.lazy_job(ranks), device, assumed
     cfg = DefaultTrainer.auto_scale_workers(_config_of(run, help.add_keys, assumed), ranks)
     cfg.defrost()
-    _divide(cfg, ranks, assumed)
     for dataset in help.coco:
         register_coco(*dataset)
     if help.coco and not {name for name, _, _ in help.coco} & {*cfg.DATASETS.TRAIN}:
         cfg.DATASETS.TRAIN = (help.coco[0][0],)
     cfg.DATASETS.TRAIN = cfg.DATASETS.TRAIN or ("of_the_log",)
-    for split in ("TRAIN", "TEST"):
-        cfg.DATASETS[split] = tuple(map(str, cfg.DATASETS[split]))
     trainer = help.trainer or _trainer_of(run, assumed)
     name = cfg.MODEL.META_ARCHITECTURE
     if help.trainer is None and name not in META_ARCH_REGISTRY:
@@ -100,8 +88,7 @@ def rebuild(run: LoggedRun, help: Help) -> Rebuilt:
     _describe_datasets(cfg)
     mean = run.objects / run.images if run.objects and run.images else None
     sizes = {"image_size": help.image_size, "num_instances": help.num_instances}
-    job = Job.from_trainer(trainer, cfg, ranks, mean_instances=mean, **sizes)
-    return Rebuilt(job, device, assumed)
+    return Job.from_trainer(trainer, cfg, ranks, mean_instances=mean, **sizes), device, assumed
 
 
 def _config_of(run: LoggedRun, add_keys: Sequence[Any], assumed: list[str]) -> CfgNode:
@@ -111,7 +98,9 @@ def _config_of(run: LoggedRun, add_keys: Sequence[Any], assumed: list[str]) -> C
     cfg = load_cfg(run.zoo_config or "", (), add_keys)
     if not run.config_text and not run.zoo_config:
         raise ConfigError("the log has no config: give config.yaml of its OUTPUT_DIR, too")
-    values = dict(_leaves(run.config())) if run.config_text else run.overrides
+    values = run.overrides
+    if run.config_text:
+        values = dict(_leaves(yaml.load(run.config_text, SafeLoader)))
     left_out = [key for key, value in {**values, **_HERE}.items() if not _set(cfg, key, value)]
     if left_out:
         assumed.append(f"without keys that this Detectron2 does not have: {', '.join(left_out)}")
@@ -127,39 +116,16 @@ def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _set(cfg: CfgNode, key: str, value: Any) -> bool:
-    """Set a key, with the type that it has here; False if there is no such key."""
+    """Set a key, in a tuple or list where it has one here; False if there is no such key."""
     *path, name = key.split(".")
     for part in path:
         cfg = cfg.get(part) if isinstance(cfg, CfgNode) else None
     if not isinstance(cfg, CfgNode) or name not in cfg or isinstance(cfg[name], CfgNode):
         return False
-    cfg[name] = _typed(value, cfg[name])
+    if isinstance(cfg[name], (tuple, list)):  # early releases had one number for MIN_SIZE_TRAIN
+        value = type(cfg[name])(value if isinstance(value, (tuple, list)) else [value])
+    cfg[name] = value
     return True
-
-
-def _typed(value: Any, like: Any) -> Any:
-    """A value with the type of another, such as (800,) for 800 or "(800,)", if it can have it."""
-    if isinstance(value, str) and not isinstance(like, (str, type(None))):
-        with suppress(SyntaxError, ValueError):
-            value = ast.literal_eval(value)
-    if isinstance(like, (tuple, list)):
-        several = value if isinstance(value, (tuple, list)) else () if value is None else (value,)
-        return type(like)(several)
-    return value
-
-
-def _divide(cfg: CfgNode, ranks: int, assumed: list[str]) -> None:
-    """Round a batch that the ranks do not divide down. What is not a batch, the job refuses."""
-    images = cfg.SOLVER.IMS_PER_BATCH
-    if not isinstance(images, int) or images < 1:
-        return
-    per_rank = max(images // ranks, 1)
-    if per_rank > _MOST_IMAGES:
-        raise ConfigError(f"no GPU has {per_rank} images: SOLVER.IMS_PER_BATCH {images}")
-    cfg.SOLVER.IMS_PER_BATCH = per_rank * ranks
-    if images != per_rank * ranks:
-        what = f"SOLVER.IMS_PER_BATCH {images} does not divide by {ranks} ranks"
-        assumed.append(f"{what}: {per_rank} each")
 
 
 def _describe_datasets(cfg: CfgNode) -> None:
@@ -197,10 +163,6 @@ def _trainer_of(run: LoggedRun, assumed: list[str]) -> Any:
         why = "the augmentations are those of the config; those of the log cannot be made"
         assumed.append(f"{why}: {text:.99}")
         return DefaultTrainer
-    for resize in augmentations:
-        if isinstance(resize, T.ResizeShortestEdge) and resize.max_size >= _NO_LIMIT:
-            resize.max_size = 2 * max(resize.short_edge_length)
-            assumed.append(f"no image is longer than {resize.max_size} pixels")
 
     class AsLogged(DefaultTrainer):
         @classmethod
@@ -227,12 +189,10 @@ def card_of(run: LoggedRun) -> tuple[Optional[Card], Optional[float]]:
     """A run's card, if it is known, and its nominal memory in GB."""
     name = run.gpus[0] if run.gpus else ""
     sizes = re.findall(r"(?i)\b(\d+) ?GB", name)  # of a slice of a card, the last
-    total = run.oom.total if run.oom else None
+    total = run.oom.total_mib if run.oom else None
     said = float(sizes[-1]) if sizes else total and round(total / 1024)
-    if said is None:  # then a size that holds the peak
-        peak = (run.peak_mib or 0) / 1024
-        said = next((c.memory_gb for c in cards_named(name) if c.memory_gb > peak), None)
-    return find_card(name, said), said
+    card = find_card(name, said)
+    return card, card.memory_gb if card and said is None else said
 
 
 def release_of(run: LoggedRun) -> Optional[tuple[int, int]]:

@@ -8,14 +8,11 @@ numbers have a limited length, and control characters are left out.
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
-import yaml
+from ..errors import DataError
 
-from ..common.reading import SafeLoader
-from ..errors import DataError, one_line
-
-__all__ = ["CONTEXT_MIB", "ERROR_ALONE", "LoggedRun", "OomText", "Progress", "clean", "read_parts"]
+__all__ = ["CONTEXT_MIB", "ERROR_ALONE", "LoggedRun", "Oom", "clean", "read_parts"]
 
 # What the context, kernels and other libraries of one process take, at least and at most:
 # planner/device has the sources.
@@ -29,10 +26,10 @@ _NOT_SHOWN = re.compile(r"[^\w !-~]+")  # what is neither a letter of any script
 # [12/30 02:18:09] d2.utils.events INFO: text, or [01/06 11:33:38 d2.utils.events]: text
 # In a pasted text, colours may have lost the escape character.
 _HEAD = re.compile(r"\[\d\d/\d\d \d\d:\d\d:\d\d(?: [\w.-]+)?\](?: [\w.-]+ [A-Z]+)?: ?(?:\[0m)?")
-_ITERATION = re.compile(r"\biter(?:: |ation\": )(\d{1,12})(?:[ ,]|$)")  # or in metrics.json
-_SECONDS = re.compile(r" \"?time\"?: (\d{1,9}\.\d{1,9})")
+_ITERATION = re.compile(r"\biter: (\d{1,12})(?: |$)")
+_SECONDS = re.compile(r" time: (\d{1,9}\.\d{1,9})")
 _PEAK = re.compile(r"max_mem: (\d{1,9})M")
-_DIVERGED = re.compile(r"(?i)FloatingPointError|\bdiverged\b|\btotal_loss\"?: [+-]?(?:nan|inf)")
+_DIVERGED = re.compile(r"(?i)FloatingPointError|\bdiverged\b|\btotal_loss: [+-]?(?:nan|inf)")
 
 _FACT = re.compile(  # the beginning of a line that tells fields of a run, or its software
     r"Rank of current process: \d+\. World size: (?P<ranks>\d{1,6})"
@@ -70,60 +67,49 @@ _EVALUATES = ("inference_on_dataset", "_do_eval", "self.model([inputs])")
 _NUMBER = r"(\d{1,9}(?:\.\d{1,9})?) ([GMKb])(?:iB|B|ytes)\b"
 _MIB = {"G": 1024.0, "M": 1.0, "K": 1 / 1024, "b": 1 / 2**20}
 _OOM_NUMBERS = {  # PyTorch up to 2.0; 2.1 (which writes capacty) and later
-    "tried": rf"[Tt]ried to allocate {_NUMBER}",
-    "total": rf"{_NUMBER} total capacity|total capaci?ty of {_NUMBER}",
-    "free": rf"{_NUMBER} free;|of which {_NUMBER} is free",
-    "allocated": rf"{_NUMBER} already allocated|{_NUMBER} is allocated by PyTorch",
-    "reserved": rf"{_NUMBER} reserved in total",
-    "unallocated": rf"{_NUMBER} is reserved by PyTorch but unallocated",
-    "process": rf"this process has {_NUMBER} memory in use",
+    "tried_mib": rf"[Tt]ried to allocate {_NUMBER}",
+    "total_mib": rf"{_NUMBER} total capacity|total capaci?ty of {_NUMBER}",
+    "free_mib": rf"{_NUMBER} free;|of which {_NUMBER} is free",
+    "allocated_mib": rf"{_NUMBER} already allocated|{_NUMBER} is allocated by PyTorch",
+    "reserved_mib": rf"{_NUMBER} reserved in total",
+    "unallocated_mib": rf"{_NUMBER} is reserved by PyTorch but unallocated",
+    "process_mib": rf"this process has {_NUMBER} memory in use",
 }
 
 
-class OomText(NamedTuple):
-    """What the message of an out-of-memory error says, in MiB; None where it does not.
+@dataclass
+class Oom:
+    """An out-of-memory error. Memory is in MiB; None is not known.
 
     Attributes:
-        case: "at once", "after some iterations", "evaluation" or "host": those of OUT_OF_MEMORY.md.
-        iteration: that of the error, if the log shows it.
-        process: all that this process holds, with the context.
+        case: "at once", "after some iterations", "evaluation" or "host", as in
+            docs/OUT_OF_MEMORY.md.
+        iteration: that of the error, or the last that was logged before.
+        tried_mib: what was asked for.
+        total_mib, free_mib: the card's memory, and what is free of it.
+        allocated_mib, reserved_mib: what tensors take, and what PyTorch's allocator holds.
+        process_mib: all that the process holds, with its context.
+        held_by_others_mib: what other processes hold, at least.
+        fits: whether the job fits this card when nobody else uses it.
     """
 
-    text: str
     case: str
     iteration: Optional[int] = None
-    tried: Optional[float] = None
-    total: Optional[float] = None
-    free: Optional[float] = None
-    allocated: Optional[float] = None
-    reserved: Optional[float] = None
-    unallocated: Optional[float] = None
-    process: Optional[float] = None
+    tried_mib: Optional[float] = None
+    total_mib: Optional[float] = None
+    free_mib: Optional[float] = None
+    allocated_mib: Optional[float] = None
+    reserved_mib: Optional[float] = None
+    process_mib: Optional[float] = None
+    held_by_others_mib: Optional[float] = None
+    fits: Optional[bool] = None
 
-    @property
-    def held_by_others(self) -> Optional[float]:
-        """MiB that other processes hold, at least; None if the message does not say."""
-        own = self.process
-        if own is None and self.held is not None:
-            own = self.held + CONTEXT_MIB[0]
-        if self.total is None or self.free is None or own is None:
-            return None
-        return max(self.total - self.free - own, 0.0)
-
-    @property
-    def held(self) -> Optional[float]:
-        """What PyTorch's allocator held in the process."""
-        if self.reserved is None and self.allocated is not None and self.unallocated is not None:
-            return self.allocated + self.unallocated
-        return self.reserved
-
-
-class Progress(NamedTuple):
-    """A line of the log about an iteration: seconds of one, and the peak so far in MiB."""
-
-    iteration: int
-    seconds: Optional[float]
-    peak_mib: Optional[float]
+    def __post_init__(self) -> None:
+        own = self.process_mib
+        if own is None and self.reserved_mib is not None:
+            own = self.reserved_mib + CONTEXT_MIB[0]
+        if own is not None and self.total_mib is not None and self.free_mib is not None:
+            self.held_by_others_mib = max(self.total_mib - self.free_mib - own, 0.0)
 
 
 @dataclass
@@ -140,7 +126,8 @@ class LoggedRun:
         augmentations: those of training, as they are printed.
         images, objects: of the training set, in what is left of it.
         start_iter, max_iter: of the schedule.
-        progress: the iterations that were logged.
+        iteration, seconds, peak_mib: the last that was logged, seconds of those that were, and the
+            largest peak of allocated memory in MiB.
         oom: the out-of-memory error that ended the run.
         error: the last line of another error that ended the run.
         has_diverged: whether the loss is not finite, in the last iteration or by the error.
@@ -160,8 +147,10 @@ class LoggedRun:
     objects: Optional[int] = None
     start_iter: Optional[int] = None
     max_iter: Optional[int] = None
-    progress: list[Progress] = field(default_factory=list)
-    oom: Optional[OomText] = None
+    iteration: Optional[int] = None
+    seconds: list[float] = field(default_factory=list)
+    peak_mib: Optional[float] = None
+    oom: Optional[Oom] = None
     error: str = ""
     has_diverged: bool = False
     is_finished: bool = False
@@ -170,7 +159,7 @@ class LoggedRun:
     @property
     def has_started(self) -> bool:
         """Whether it trains, or ran out of memory before."""
-        return self.start_iter is not None or bool(self.progress) or self.oom is not None
+        return any(part is not None for part in (self.start_iter, self.iteration, self.oom))
 
     @property
     def is_lazy(self) -> bool:
@@ -183,23 +172,6 @@ class LoggedRun:
         ends: dict[str, Any] = {"out of memory": self.oom, "diverged": self.has_diverged}
         ends |= {"finished": self.is_finished, "error": self.error}
         return next((how for how, is_so in ends.items() if is_so), "running")
-
-    @property
-    def peak_mib(self) -> Optional[float]:
-        """The largest peak that the log shows."""
-        return max((p.peak_mib for p in self.progress if p.peak_mib is not None), default=None)
-
-    def config(self) -> dict[str, Any]:
-        """The full config as nested dicts; empty if the log does not show it.
-
-        Raises:
-            DataError: it is not valid YAML, or too large.
-        """
-        try:
-            values = yaml.load(self.config_text, SafeLoader)
-        except (ValueError, yaml.YAMLError) as e:
-            raise DataError(f"the config in the log is not valid ({one_line(e)})") from e
-        return values if isinstance(values, dict) else {}
 
 
 def read_parts(parts: Iterable[tuple[dict[str, Any], Iterable[str]]], name: str) -> list[LoggedRun]:
@@ -228,30 +200,23 @@ def read_parts(parts: Iterable[tuple[dict[str, Any], Iterable[str]]], name: str)
             _take(run, message)
     trainings = [run for run in runs if run.has_started]
     if not trainings:
-        end = (
-            f"ends in {runs[-1].error:.200}" if runs[-1].error else "has no line about an iteration"
+        raise DataError(
+            f"{name} shows no training with Detectron2: it has no line about an iteration. "
+            f"{runs[-1].error:.200}".rstrip()
         )
-        raise DataError(f"{name} shows no training with Detectron2: it {end}")
     return trainings
 
 
 def _messages(lines: Iterable[str]) -> Iterator[list[str]]:
-    """The lines of each message.
-
-    What stands before a date, such as the ">" of a mail, is left out of the lines that follow.
-    """
-    prefix, message = "", list[str]()
+    """The lines of each message, which begins with a date."""
+    message = list[str]()
     for line in lines:
         text = clean(line)
         head = _HEAD.search(text, 0, 150)
         if message and (head or len(message) >= _MESSAGE):
             yield message
             message = []
-        if head:
-            prefix, text = text[: head.start()], text[head.end() :]
-        elif text.startswith(prefix.rstrip()):
-            text = text[len(prefix) :]
-        message.append(text)
+        message.append(text[head.end() :] if head else text)
     if message:
         yield message
 
@@ -283,11 +248,14 @@ def _take(run: LoggedRun, message: list[str]) -> None:
 
 def _take_iteration(run: LoggedRun, iteration: int, line: str) -> None:
     if run.oom and run.oom.iteration is None:  # hooks write a last line after an error
-        run.oom = run.oom._replace(iteration=iteration)
+        run.oom.iteration = iteration
     elif run.oom and iteration > (run.oom.iteration or 0):
         run.oom = None  # training went on
-    time, peak = _SECONDS.search(line), _PEAK.search(line)
-    run.progress.append(Progress(iteration, time and float(time[1]), peak and float(peak[1])))
+    run.iteration = iteration
+    if time := _SECONDS.search(line):
+        run.seconds.append(float(time[1]))
+    if peak := _PEAK.search(line):
+        run.peak_mib = max(run.peak_mib or 0.0, float(peak[1]))
     run.has_diverged = _DIVERGED.search(line) is not None
     run.is_finished = run.max_iter is not None and iteration + 1 >= run.max_iter
 
@@ -306,19 +274,23 @@ def _take_facts(run: LoggedRun, facts: dict[str, str]) -> None:
 def _take_failure(run: LoggedRun, line: str, evaluates: bool, is_error: bool) -> None:
     found = (on_card := _OOM.search(line)) or _HOST_OOM.search(line)
     if found and run.oom is None:  # otherwise a console shows it again, or what came of it
-        text, numbers = line[found.start() :][:1000], {}
+        numbers: dict[str, Any] = {}
         for name, pattern in _OOM_NUMBERS.items():
-            if number := re.search(pattern, text):
+            if number := re.search(pattern, line[found.start() :][:1000]):
                 value, unit = filter(None, number.groups())
                 numbers[name] = float(value) * _MIB[unit]
+        if "unallocated_mib" in numbers:
+            unallocated = numbers.pop("unallocated_mib")
+            numbers["reserved_mib"] = numbers.get("allocated_mib", 0.0) + unallocated
         said = re.findall(r"of iteration (\d{1,12}) on rank", line)  # by d2_memfit
         iteration = int(said[0]) if said else None
-        trained = any(iteration is None or p.iteration < iteration for p in run.progress)
+        last = run.iteration if iteration is None else iteration
+        trained = last is not None and last > (run.start_iter or 0)
         case = "evaluation" if evaluates else "after some iterations" if trained else "at once"
         is_alone = run.start_iter is None and not run.config_text and iteration is None
         if on_card and case == "at once" and is_alone:
             run.notes.append(ERROR_ALONE)
-        run.oom = OomText(text, case if on_card else "host", iteration, **numbers)
+        run.oom = Oom(case if on_card else "host", iteration, **numbers)
     elif is_error and not found and not (line.endswith(":") and run.error):
         run.error = line.strip()  # what ends with ":" says less: torchrun's ChildFailedError
         run.has_diverged = run.has_diverged or _DIVERGED.search(line) is not None

@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any, Union, cast
 
 from ..common.reading import checked, load_json
-from ..errors import DataError, printable
+from ..errors import DataError
 from .records import LoggedRun, clean, read_parts
 
 __all__ = ["read_runs"]
 
 _CONFIG = 2**20  # bytes
 _LINE = 10_000  # characters; a longer line is read in pieces
-_CODE, _VALUE = 100_000, 1_000  # characters of all cells, and of a setting
+_CODE = 100_000  # characters of all cells
 _KEY = re.compile(r"(?:\w+\.)*(?:cfg|config)\.(?!MODEL\.WEIGHTS)([A-Z][A-Z\d_]*(?:\.[A-Z\d_]+)*)")
+_ASSIGNED = re.compile(r"(?m)^[ \t]*([A-Za-z_][\w.]{0,99}) *= *(.{1,1000})$")
+_ZOO = re.compile(r"[\"']((?:COCO|LVIS|Cityscapes|PascalVOC|Misc)[\w.-]*/[\w.-]+\.yaml)[\"']")
 
 
 def read_runs(path: Union[str, "os.PathLike[str]"]) -> list[LoggedRun]:
@@ -42,20 +44,16 @@ def read_runs(path: Union[str, "os.PathLike[str]"]) -> list[LoggedRun]:
 
 def _runs_of_folder(folder: Path) -> list[LoggedRun]:
     """The runs of a folder with Detectron2's outputs. Its config.yaml is of the last of them."""
-    log, config = folder / "log.txt", folder / "config.yaml"
-    runs = _runs_of_file(checked(log if log.exists() else folder / "metrics.json", "log.txt, or "))
-    last = runs[-1]
-    for other in sorted(folder.glob("log.txt.rank*"))[:64]:
+    runs = _runs_of_file(checked(folder / "log.txt"))
+    last, config = runs[-1], folder / "config.yaml"
+    for other in sorted(folder.glob("log.txt.rank*")):
         if last.ended == "running":  # the log of the main rank may not show the error
             with suppress(DataError):
                 run = _runs_of_file(checked(other))[-1]
                 last.oom, last.error = run.oom, run.error
-                if run.oom or run.error:
-                    last.notes.append(f"the error is that of {printable(other.name)}")
     if not last.config_text and config.exists():
         with open(checked(config), encoding="utf-8", errors="replace") as f:
             last.config_text = "\n".join(map(clean, f.read(_CONFIG).splitlines()))
-        last.notes.append("the config is that of config.yaml")
     return runs
 
 
@@ -77,63 +75,35 @@ def _runs_of_log(f: BufferedReader, name: str) -> list[LoggedRun]:
 
 def _runs_of_notebook(name: str) -> list[LoggedRun]:
     """The trainings whose outputs a notebook has, with the settings that its code makes before."""
-    code, parts = _Code(), []
+    code, parts = "", []
     try:
         for cell in load_json(name)["cells"]:
             if cell["cell_type"] == "code":
-                code.read("".join(cell["source"]))
+                code += "".join(cell["source"]) + "\n"
                 for output in cell["outputs"]:
                     text = "\n".join(
                         ["".join(output.get("text", "")), *output.get("traceback", [])]
                     )
-                    parts.append((code.settings(), text.splitlines()))
+                    parts.append((_settings(code[:_CODE]), text.splitlines()))
     except (AttributeError, KeyError, TypeError) as e:
         raise DataError(f"{name} is not a notebook ({e!r:.99})") from e
     return read_parts(parts, name)
 
 
-class _Code(ast.NodeVisitor):
-    """The config that a notebook's cells make, read but never run."""
-
-    def __init__(self) -> None:
-        self._zoo_config = ""
-        self._values: dict[str, Any] = {}  # of variables and keys; None if it is computed
-        self._room = _CODE
-
-    def settings(self) -> dict[str, Any]:
-        """Fields of the run that begins after the cells so far."""
-        keys = {key[1]: v for name, v in self._values.items() if (key := _KEY.fullmatch(name))}
-        known = {key: v for key, v in keys.items() if v is not None}
-        notes = [f"{key} is computed by the notebook" for key in keys if key not in known]
-        most = known.get("SOLVER.MAX_ITER")
-        fields = {"zoo_config": self._zoo_config, "overrides": known, "notes": notes}
-        return {**fields, "max_iter": most if isinstance(most, int) else None}
-
-    def read(self, source: str) -> None:
-        """Read the code of the next cell, without the commands of IPython."""
-        source = re.sub(r"(?m)^([ \t]*)[%!?].*", r"\1pass", source[: self._room])
-        self._room = max(self._room - len(source), 0)
-        with suppress(MemoryError, RecursionError, SyntaxError, ValueError):
-            self.visit(ast.parse(source))  # unless it is not Python, or deeper than people write
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit(node.value)
-        self._values[ast.unparse(node.targets[0])] = self._value(node.value)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
-        name = ast.unparse(node.func).rpartition(".")[2]
-        value = self._value(node.args[0]) if node.args else None
-        if name in ("get_cfg", "get_config"):
-            self._values = {n: v for n, v in self._values.items() if not _KEY.fullmatch(n)}
-        if name in ("get_config", "get_config_file", "merge_from_file") and isinstance(value, str):
-            self._zoo_config = value
-
-    def _value(self, node: ast.expr) -> Any:
-        """The value of a literal, or of a variable that is one; None if it is not known."""
-        if (name := ast.unparse(node)) in self._values:
-            return self._values[name]
-        with suppress(TypeError, ValueError):
-            value = ast.literal_eval(node)
-            return value if len(name) < _VALUE and str(value).isprintable() else None
-        return None
+def _settings(code: str) -> dict[str, Any]:
+    """Fields of the run that begins after a notebook's code, which is read but never run."""
+    values: dict[str, Any] = {}  # of variables and keys; None if it is computed
+    for name, right in _ASSIGNED.findall(code):
+        text = right.partition("#")[0].strip()
+        values[name] = values.get(text)
+        with suppress(MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+            values[name] = ast.literal_eval(text)
+    keys = {key[1]: v for name, v in values.items() if (key := _KEY.fullmatch(name))}
+    known = {key: v for key, v in keys.items() if v is not None and str(v).isprintable()}
+    most = known.get("SOLVER.MAX_ITER")
+    return {
+        "zoo_config": ["", *_ZOO.findall(code)][-1],
+        "overrides": known,
+        "max_iter": most if isinstance(most, int) else None,
+        "notes": [f"{key} is computed by the notebook" for key in keys if key not in known],
+    }

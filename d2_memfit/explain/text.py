@@ -6,10 +6,10 @@ from typing import Optional
 
 from ..planner.plan import Plan
 from ..planner.text import describe_settings, first_of
-from .records import ERROR_ALONE, LoggedRun
-from .verdict import ExplainedRun, Oom, Prediction, is_shared
+from .records import ERROR_ALONE, LoggedRun, Oom
+from .verdict import ExplainedRun, is_shared
 
-__all__ = ["answer_of_run", "describe_run", "describe_runs"]
+__all__ = ["answer_of_run", "details_of"]
 
 _CASES = {"evaluation": "in evaluation", "host": "of the host's RAM, not of the card's memory"}
 _TO_TRY = {
@@ -22,20 +22,17 @@ _TO_TRY = {
 }
 
 
-def answer_of_run(
-    run: LoggedRun, told: ExplainedRun, prediction: Optional[Prediction], plan: Optional[Plan]
-) -> str:
+def answer_of_run(run: LoggedRun, told: ExplainedRun, plan: Optional[Plan]) -> str:
     """The answer to the command explain: why the run ended, and what would have fitted."""
-    lines = [_verdict(run, told), *_about_memory(run, told.oom), *_plan(plan)]
+    lines = [_verdict(run, told), *_about_memory(told.oom), *_plan(plan)]
     case = told.oom.case if told.oom else told.ended
     if case in _TO_TRY or (told.oom and not (plan and plan.fits)):
         lines.append(f"To try first: {_TO_TRY.get(case, _TO_TRY['training'])}")
-    if prediction is not None and told.range_mib is not None:
-        places = {True: "inside", False: "outside", None: "what it had before the error"}
-        measured = f"; measured {_gb(told.measured_mib)}, {places[told.inside]}"
+    if told.range_mib is not None:
+        measured = "" if told.measured_mib is None else f"; measured {_gb(told.measured_mib)}"
         lines.append(
             f"Predicted: {_gb(told.predicted_mib)} allocated for the largest images, range "
-            f"{_gbs(told.range_mib)}{measured if told.measured_mib is not None else ''}"
+            f"{_gbs(told.range_mib)}{measured}"
         )
         lines += [f"Assumed: {first_of(told.assumed)}"] if told.assumed else []
     elif told.not_rebuilt:
@@ -43,28 +40,10 @@ def answer_of_run(
     return "\n".join(lines)
 
 
-def describe_run(run: LoggedRun, told: ExplainedRun, prediction: Optional[Prediction]) -> str:
-    """All that is known of a run besides the answer."""
-    software = ", ".join(f"{name} {version}" for name, version in run.software.items())
-    lines = [f"Ran: {_sentence(told)}; {run.ranks or 1} ranks; {software or 'software not said'}"]
-    if prediction is not None:
-        lines.append("Largest images: {} x {} pixels".format(*prediction.estimate.image_size))
-    if run.images is not None:
-        objects = f", {run.objects} objects" if run.objects is not None else ""
-        lines.append(f"Data: {run.images} images{objects}")
-    rises: list[tuple[int, float]] = []  # of the peak, by 0.5% or more
-    for p in run.progress:
-        if p.peak_mib is not None and (not rises or p.peak_mib > 1.005 * rises[-1][1]):
-            rises.append((p.iteration, p.peak_mib))
-    if rises:
-        said = (f"{_gb(mib)} at iteration {i:,}" for i, mib in [*rises[:2], *rises[2:][-2:]])
-        lines.append(f"Memory: {', '.join(said)}")
+def details_of(each: Sequence[ExplainedRun], told: ExplainedRun) -> str:
+    """A line for each run of a log, and what is assumed of the one that is explained."""
+    lines = [f"{one.name}: {_sentence(one)}" for one in each]
     return "\n".join([*lines, *(f"Assumed: {line}" for line in told.assumed)])
-
-
-def describe_runs(told: Sequence[ExplainedRun]) -> str:
-    """One line for each run of a log."""
-    return "\n".join(f"{one.name}: {_sentence(one)}" for one in told)
 
 
 def _sentence(told: ExplainedRun) -> str:
@@ -87,7 +66,7 @@ def _verdict(run: LoggedRun, told: ExplainedRun) -> str:
         what = "" if oom.case == "host" else f": {_fits(told, oom)}"
         return f"It ran out of memory{_when(told)}, on {card}{of}{what}."
     if told.ended == "diverged":
-        at = f" by iteration {run.progress[-1].iteration:,}" if run.progress else ""
+        at = "" if run.iteration is None else f" by iteration {run.iteration:,}"
         return f"It diverged{at}: the loss is not finite, not for lack of memory. {run.error:.200}"
     if told.ended == "error":
         return f"It ended in an error, not for lack of memory: {run.error:.300}"
@@ -103,18 +82,17 @@ def _fits(told: ExplainedRun, oom: Oom) -> str:
     return f"perhaps the job fits it when nobody else uses it, with {_gbs(told.range_mib)}"
 
 
-def _about_memory(run: LoggedRun, oom: Optional[Oom]) -> Iterator[str]:
+def _about_memory(oom: Optional[Oom]) -> Iterator[str]:
     """Who else held the card, and what lay in pieces."""
-    text = run.oom
-    if oom is None or text is None:
+    if oom is None:
         return
     of = f"{_gb(oom.held_by_others_mib)} of its {_gb(oom.total_mib)}"
-    if is_shared(oom.held_by_others_mib) and text.process is not None:
+    if is_shared(oom.held_by_others_mib) and oom.process_mib is not None:
         yield f"The card was shared: others held {of}."
     elif is_shared(oom.held_by_others_mib):
         yield f"Perhaps the card was shared: {of} were not PyTorch's. A context takes up to 0.8 GB."
-    pieces = (text.held or 0.0) - (text.allocated or 0.0)
-    if text.tried is not None and text.allocated is not None and pieces > text.tried:
+    pieces = (oom.reserved_mib or 0.0) - (oom.allocated_mib or 0.0)
+    if oom.tried_mib is not None and pieces > oom.tried_mib:
         yield (
             f"{_gb(pieces)} were reserved and not allocated, in pieces too small: "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which a plan turns on, helps"

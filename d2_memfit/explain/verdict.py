@@ -11,44 +11,22 @@ from typing import NamedTuple, Optional, Union
 
 from ..common.side_work import no_information
 from ..config.cards import PRESETS, find_card, settings_of_card
-from ..errors import ConfigError, MemfitError, one_line
+from ..errors import ConfigError, one_line, printable
 from ..planner.device import DeviceModel
 from ..planner.estimate import DryJob, MemoryEstimate
 from ..planner.plan import Plan, plan_memory
-from .rebuild import Help, Rebuilt, card_of, rebuild, release_of
-from .records import CONTEXT_MIB, LoggedRun, OomText
+from .rebuild import Help, card_of, rebuild, release_of
+from .records import CONTEXT_MIB, LoggedRun, Oom
 from .sources import read_runs
 
-__all__ = ["ExplainedRun", "Explanation", "Oom", "Prediction", "Predictions", "explain"]
-__all__ += ["explain_run", "is_shared", "plan_for"]
+__all__ = ["ExplainedRun", "Explanation", "Prediction", "explain", "explain_run", "is_shared"]
+__all__ += ["plan_for", "predict_run"]
 
 _MIB_PER_GB = 1024.0
 _MUCH_MIB = 1536.0  # more outside the process's allocator than contexts alone explain
 # Until 1.11 loss and ReLU kept their inputs, and cuDNN 7 took larger workspaces. Dry runs are of
 # current software, so the range goes up to this share of the prediction: docs/HOW_ACCURATE.md.
 _CURRENT, _OF_OLD_SOFTWARE = (1, 12), 1.2
-
-
-@dataclass(frozen=True)
-class Oom:
-    """An out-of-memory error.
-
-    Attributes:
-        case: "at once", "after some iterations", "evaluation" or "host", as in
-            docs/OUT_OF_MEMORY.md.
-        iteration: the last that was logged before.
-        tried_mib, total_mib: what was asked for, and the card's memory.
-        held_by_others_mib: what neither the process's allocator nor the card's free memory has,
-            without the least that a context takes.
-        fits: whether the job fits this card when nobody else uses it.
-    """
-
-    case: str
-    iteration: Optional[int]
-    tried_mib: Optional[float]
-    total_mib: Optional[float]
-    held_by_others_mib: Optional[float]
-    fits: Optional[bool]
 
 
 @dataclass
@@ -92,11 +70,11 @@ class Explanation:
 
 
 class Prediction(NamedTuple):
-    """The job of a run, its dry run, and its memory."""
+    """The dry runs of a run's job, its memory, and a line for each thing that the log omits."""
 
-    rebuilt: Rebuilt
     dry_job: DryJob
     estimate: MemoryEstimate
+    assumed: list[str]
 
 
 def explain(path: Union[str, "os.PathLike[str]"], help: Optional[Help] = None) -> Explanation:
@@ -110,72 +88,43 @@ def explain(path: Union[str, "os.PathLike[str]"], help: Optional[Help] = None) -
     Raises:
         DataError: the file cannot be read, or shows no training with Detectron2.
     """
-    predict, runs = Predictions(help or Help()), enumerate(read_runs(path), 1)
-    return Explanation(tuple(predict(f"run {i}", run)[1] for i, run in runs))
+    runs = enumerate(read_runs(path), 1)
+    told = (explain_run(f"run {i}", run, *predict_run(run, help or Help())) for i, run in runs)
+    return Explanation(tuple(told))
 
 
-class Predictions:
-    """Explains runs, and predicts equal jobs once."""
-
-    def __init__(self, help: Help) -> None:
-        self._help = help
-        self._known: dict[str, tuple[Optional[Prediction], str]] = {}
-
-    def __call__(self, name: str, run: LoggedRun) -> tuple[Optional[Prediction], ExplainedRun]:
-        of_data = run.augmentations, run.images, run.objects, run.overrides
-        key = str((run.config_text, run.gpus, run.ranks, of_data, run.zoo_config, run.config_file))
-        if key not in self._known:
-            try:
-                self._known[key] = _predict(run, self._help), ""
-            except ConfigError as e:
-                self._known[key] = None, _why_not(e)
-        prediction, why_not = self._known[key]
-        return prediction, explain_run(name, run, prediction, why_not)
-
-
-def _predict(run: LoggedRun, help: Help) -> Prediction:
-    """Predict a run's memory on its card, with current software."""
+def predict_run(run: LoggedRun, help: Help) -> tuple[Optional[Prediction], str]:
+    """Predict a run's memory on its card with current software, or say why this is not possible."""
     try:
         with no_information(logging.ERROR):  # of Detectron2, about datasets that are not here
-            rebuilt = rebuild(run, help)
-            dry_job = DryJob(rebuilt.job, rebuilt.device, evaluates=False)
-            return Prediction(rebuilt, dry_job, dry_job.estimate(with_range=True))
-    except MemfitError:
-        raise
+            job, device, assumed = rebuild(run, help)
+            dry_job = DryJob(job, device, evaluates=False)
+            return Prediction(dry_job, dry_job.estimate(with_range=True), assumed), ""
+    except ConfigError as e:
+        return None, printable(e.what or one_line(e))
     except Exception as e:  # of a config that this Detectron2 does not know
-        why = f"its job cannot be made again ({type(e).__name__}: {one_line(e)})"
-        raise ConfigError(why) from e
-
-
-def _why_not(error: ConfigError) -> str:
-    """Why nothing is predicted, without advice for other commands."""
-    text = one_line(error)
-    if missing := re.search(r"No object named '(.*?)' found in '(\w+)' registry", text):
-        return f"{missing[1]}, of {missing[2]}, is not Detectron2's: its code is not here"
-    return re.sub(r"^(the model of this job does not run \(.*?, in [^)]*\))\. .*", r"\1", text)
+        return None, f"its job cannot be made again ({type(e).__name__}: {one_line(e)})"
 
 
 def explain_run(
-    name: str, run: LoggedRun, prediction: Optional[Prediction], why_not: str = ""
+    name: str, run: LoggedRun, prediction: Optional[Prediction] = None, why_not: str = ""
 ) -> ExplainedRun:
     """Compare a run with its prediction."""
-    seconds = [p.seconds for p in run.progress if p.seconds is not None]
-    card, measured = run.gpus[0] if run.gpus else None, run.peak_mib
-    told = ExplainedRun(name, card, _images_per_gpu(run), measured, ended=run.ended)
-    told.oom = None if run.oom is None else _oom_of(run, run.oom, None)
-    told.seconds = median(seconds[len(seconds) // 10 :]) if seconds else None
-    told.assumed, told.not_rebuilt = [*run.notes], why_not
-    if prediction is None:
-        return told
-    e = prediction.estimate
-    told.range_mib = low, high = _range_mib(run, e)
-    if measured is not None and (run.oom is None or measured >= low):
-        told.inside = low <= measured <= high  # a run that died with less had not what it needs
-    typical_gb = e.peak_allocated_gb if e.typical_gb is None else e.typical_gb
-    told.images_per_gpu, told.typical_mib = e.images_per_gpu, typical_gb * _MIB_PER_GB
-    told.predicted_mib = e.peak_allocated_gb * _MIB_PER_GB
-    told.oom = None if run.oom is None else _oom_of(run, run.oom, told.range_mib)
-    told.assumed += [*prediction.rebuilt.assumed, *e.assumptions, *e.at_least]
+    told = ExplainedRun(name, run.gpus[0] if run.gpus else None, _images_per_gpu(run), run.peak_mib)
+    told.ended, told.assumed, told.not_rebuilt = run.ended, [*run.notes], why_not
+    told.seconds = median(run.seconds[len(run.seconds) // 10 :]) if run.seconds else None
+    if prediction is not None:
+        e = prediction.estimate
+        told.range_mib = low, high = _range_mib(run, e)
+        if run.peak_mib is not None and (run.oom is None or run.peak_mib >= low):
+            told.inside = low <= run.peak_mib <= high
+        typical_gb = e.peak_allocated_gb if e.typical_gb is None else e.typical_gb
+        told.images_per_gpu, told.typical_mib = e.images_per_gpu, typical_gb * _MIB_PER_GB
+        told.predicted_mib = e.peak_allocated_gb * _MIB_PER_GB
+        told.assumed += [*prediction.assumed, *e.assumptions, *e.at_least]
+    if run.oom is not None:
+        told.oom = replace(run.oom, fits=_fits(run.oom, told.range_mib))
+        told.oom.iteration = run.iteration if run.oom.iteration is None else run.oom.iteration
     return told
 
 
@@ -191,19 +140,10 @@ def _range_mib(run: LoggedRun, estimate: MemoryEstimate) -> tuple[float, float]:
 
 
 def _images_per_gpu(run: LoggedRun) -> Optional[int]:
-    """Images of a rank, as the config says; some projects have several batches, and other keys."""
+    """Images of a rank, as the config says."""
     found = re.search(r"^  IMS_PER_BATCH: (\d{1,6})$", run.config_text, re.MULTILINE)
     images = int(found[1]) if found else run.overrides.get("SOLVER.IMS_PER_BATCH")
-    if not isinstance(images, int) or images < 1 or "IMG_PER_BATCH" in run.config_text:
-        return None
-    return max(images // (run.ranks or 1), 1)
-
-
-def _oom_of(run: LoggedRun, text: OomText, range_mib: Optional[tuple[float, float]]) -> Oom:
-    last = run.progress[-1].iteration if run.progress else None
-    iteration = last if text.iteration is None else text.iteration
-    fits = _fits(text, range_mib)
-    return Oom(text.case, iteration, text.tried, text.total, text.held_by_others, fits)
+    return max(images // (run.ranks or 1), 1) if isinstance(images, int) else None
 
 
 def is_shared(held_by_others_mib: Optional[float]) -> bool:
@@ -211,19 +151,19 @@ def is_shared(held_by_others_mib: Optional[float]) -> bool:
     return held_by_others_mib is not None and held_by_others_mib > _MUCH_MIB - CONTEXT_MIB[0]
 
 
-def _fits(text: OomText, range_mib: Optional[tuple[float, float]]) -> Optional[bool]:
+def _fits(oom: Oom, range_mib: Optional[tuple[float, float]]) -> Optional[bool]:
     """Whether the job fits its card when nobody else uses it."""
-    if text.case == "host" or text.total is None:
+    if oom.case == "host" or oom.total_mib is None:
         return None
-    tried, held = text.tried or 0.0, text.held_by_others
-    had_less = is_shared(held) or (text.free or 0.0) > tried  # a limit, as of MEMFIT.BUDGET_GB
-    if (text.allocated or 0.0) + tried + CONTEXT_MIB[0] > text.total:
+    tried, held = oom.tried_mib or 0.0, oom.held_by_others_mib
+    had_less = is_shared(held) or (oom.free_mib or 0.0) > tried  # a limit, as of MEMFIT.BUDGET_GB
+    if (oom.allocated_mib or 0.0) + tried + CONTEXT_MIB[0] > oom.total_mib:
         return False  # more than the whole card
     if held is not None and not had_less:
         return False  # it had the whole card, and died
-    if range_mib is None or text.case == "evaluation":
+    if range_mib is None or oom.case == "evaluation":
         return None
-    (low, high), room = range_mib, text.total - CONTEXT_MIB[1]
+    (low, high), room = range_mib, oom.total_mib - CONTEXT_MIB[1]
     return True if high <= room else False if low > room else None
 
 
@@ -242,20 +182,20 @@ def plan_for(run: LoggedRun, prediction: Prediction, card: Optional[str] = None)
         ConfigError: there is no such card.
     """
     own, gigabytes = card_of(run)
-    if card is None and own is not None and own.memory_gb == gigabytes:
+    if card is None and own is not None:
         card = own.device
-    elif card is None and gigabytes is not None and f"{gigabytes:g}GB" in PRESETS:
+    elif card is None and f"{gigabytes or 0:g}GB" in PRESETS:
         card = f"{gigabytes:g}GB"
     elif card is None:
         return None
     measured, found = run.peak_mib or 0.0, find_card(card)
-    if run.oom is not None and run.oom.allocated is not None:
-        measured = max(measured, run.oom.allocated + (run.oom.tried or 0.0))
+    if run.oom is not None and run.oom.allocated_mib is not None:
+        measured = max(measured, run.oom.allocated_mib + (run.oom.tried_mib or 0.0))
     more = max(measured - prediction.estimate.peak_allocated_gb * _MIB_PER_GB, 0.0)
     device = DeviceModel.load(found.device if found else "cuda")
     device = replace(device, other_tensors_mb=device.other_tensors_mb + more)
     settings = settings_of_card(card)
-    job, preset = prediction.rebuilt.job.with_settings(settings), settings["MEMFIT.PRESET"]
+    job, preset = prediction.dry_job.job.with_settings(settings), settings["MEMFIT.PRESET"]
     budget_gb = PRESETS[preset] if preset else settings["MEMFIT.BUDGET_GB"]
     allow = job.cfg.MEMFIT.PLAN.ALLOW
     return plan_memory(job, budget_gb, allow=allow, device=device, evaluates=False)

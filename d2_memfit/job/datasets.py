@@ -16,7 +16,6 @@ from statistics import mean
 from typing import Any, Optional
 
 import numpy as np
-import torch
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import read_image
 from detectron2.structures import BoxMode
@@ -28,7 +27,7 @@ from ..common.side_work import alone, no_information, unchanged_random_state
 from ..data.faults import size_of_image
 
 __all__ = ["ANY_SIZE", "Size", "Statistics", "assumed_statistics", "boxes_anywhere", "dict_of"]
-__all__ += ["invented_dict", "num_instances_of", "rotated", "statistics_of"]
+__all__ += ["invented_dict", "num_instances_of", "statistics_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -348,9 +347,3 @@ def boxes_anywhere(num: int, size: Size, seed: int = 0) -> Any:
     extent = size[::-1]
     corner, length = corner * 0.8 * extent, (length * 0.18 + 0.02) * extent
     return np.concatenate([corner, corner + length], axis=1)
-
-
-def rotated(boxes: torch.Tensor) -> torch.Tensor:
-    """Boxes [N, 5] of ``RotatedBoxes`` for upright boxes [N, 4]."""
-    corner, size = boxes[:, :2], boxes[:, 2:] - boxes[:, :2]
-    return torch.cat([corner + size / 2, size, torch.zeros(len(boxes), 1)], dim=1)

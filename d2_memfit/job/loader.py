@@ -99,7 +99,7 @@ def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
 def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: bool) -> None:
     """Raise an error on each rank; look at images, and warn, on rank 0."""
     summary = look_at_annotations(dicts)
-    check(summary, {"crowd", *(kinds_of(cfg) if says_all else {"box"})})
+    check(summary, kinds_of(cfg) if says_all else {"box"})
     if not comm.is_main_process():
         return
     named = [d for d in dicts if isinstance(d.get("file_name"), str)]

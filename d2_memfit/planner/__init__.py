@@ -29,7 +29,7 @@ The step (``steps``, ``dry_run``)
       with the most.
 
 The device (``device``, ``allocators``, ``config/cards.csv``)
-    - A card without its own file is like the nearest one of its compute capability, a guess.
+    - A card without its own row has the numbers of a current one, a guess.
     - The allocator is that of c10/cuda/CUDACachingAllocator.cpp, without other streams. A CPU
       returns freed pages at once, because of ``enforce_budget``.
     - A convolution needs copies of its tensors in another layout: a guess, not measured on a card.

@@ -62,6 +62,9 @@ class CachingAllocator:
         rest = block.size - size
         if rest >= _ROUND if is_small or self._expandable else rest > _SMALL:
             self._split(block, size)
+        return self._take(block)
+
+    def _take(self, block: Block) -> Block:
         block.is_free = False
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -125,28 +128,19 @@ class CachingAllocator:
         return block
 
 
-class PageAllocator:
+class PageAllocator(CachingAllocator):
     """The system's allocator: whole pages, returned as soon as they are free.
 
     On Linux this holds for blocks above a threshold; ``enforce_budget`` sets a low one.
-    Attributes are those of :class:`CachingAllocator`.
     """
 
-    def __init__(self) -> None:
-        self.allocated_bytes = self.peak_allocated_bytes = 0
+    def allocate(self, num_bytes: int) -> Block:
+        block = self._take(Block(_round_up(num_bytes, _PAGE), False, 0))
+        self.peak_reserved_bytes = self.peak_allocated_bytes
+        return block
 
-    @property
-    def peak_reserved_bytes(self) -> int:
-        return self.peak_allocated_bytes
-
-    def allocate(self, num_bytes: int) -> int:
-        size = _round_up(num_bytes, _PAGE)
-        self.allocated_bytes += size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        return size
-
-    def free(self, size: int) -> None:
-        self.allocated_bytes -= size
+    def free(self, block: Block) -> None:
+        self.allocated_bytes -= block.size
 
 
 def _round_up(number: int, multiple: int) -> int:

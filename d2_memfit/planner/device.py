@@ -3,14 +3,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, Optional, Union
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
 import torch
 
 from ..common.checks import check_device, did_you_mean
-from ..common.reading import load_fields, load_yaml
 from ..common.units import GB, MB
 from ..config.cards import CARDS, find_card
 from ..errors import ConfigError
@@ -20,9 +18,6 @@ from .timeline import Allocate, Allocation, Change, Free, Timeline, Workspace
 
 __all__ = ["DeviceModel", "DeviceUse", "device_names"]
 
-# 32 MiB for each of two threads, as below. PyTorch has the same for Blackwell only in newer
-# releases.
-_HOPPER, _CUBLAS_OF_HOPPER_MB = 9, 64
 SHARE_OF_SOFTWARE = 0.06  # of the tensors, that other software may need more or less
 _SAME_SOFTWARE = 0.02  # on the CPU, and if a run of the same model was measured
 # What a context and loaded kernels take at most, and what a process on a CPU takes beside its
@@ -71,7 +66,6 @@ class DeviceModel:
         nccl_mb: buffers of a communicator of 2 ranks, and of more: NVIDIA/nccl#964, for 4 A100 with
             NVLink. A guess for others: reports say 1.0 to 1.6 GB (nccl#864, #1685); cards without
             NVLink should need less (nccl#986).
-        device_name: as PyTorch reports it, in a row of ``cards.csv``.
         usable_gb: what PyTorch reports for the card; 0 if that is not known.
         float16_fails: whether training in float16 is known to give NaN.
         card_is_known, release_is_known: whether a log says the card and a current PyTorch.
@@ -89,7 +83,6 @@ class DeviceModel:
     context_mb: float = 400.0
     kernels_mb: float = 200.0
     nccl_mb: tuple[float, float] = (544.0, 688.0)
-    device_name: Optional[str] = None
     usable_gb: float = 0.0
     float16_fails: bool = False
     card_is_known: bool = True
@@ -99,41 +92,28 @@ class DeviceModel:
     from_run: str = ""
 
     @classmethod
-    def load(cls, name: Union[str, Path]) -> "DeviceModel":
+    def load(cls, name: str) -> "DeviceModel":
         """The device with a name: cpu, cuda, or a card, also as people write it.
 
-        Args:
-            name: the same, or the path of a YAML file with the fields that differ from ``cuda``.
-
         Raises:
-            ConfigError: there is no such device, or the file is not valid.
+            ConfigError: there is no such device.
         """
-        card = find_card(str(name))
-        if Path(name).suffix in (".yaml", ".yml"):
-            values = load_yaml(name, "--device ")
-            if not isinstance(values, dict):
-                raise ConfigError(f"--device {name} has no fields of a device, such as context_mb")
-            fields = {**asdict(cls()), "name": Path(name).stem, **values}
-            device: DeviceModel = load_fields(cls, fields, str(name))
-            return device
+        card = find_card(name)
         if card is not None:
             shared = f", {card.memory_gb:g} GB shared with the CPU" if card.is_unified else ""
-            is_hopper = float(card.capability) >= _HOPPER
             return cls(
                 name=card.device,
                 description=f"NVIDIA {card.name}{shared}",
-                cublas_workspace_mb=_CUBLAS_OF_HOPPER_MB if is_hopper else cls.cublas_workspace_mb,
                 context_mb=card.context_mb,
-                device_name=card.name,
                 usable_gb=card.usable_gb,
                 float16_fails=card.float16_fails,
             )
         if name in ("cpu", "cuda"):
             return cls() if name == "cuda" else cls._cpu()
-        hint = did_you_mean(str(name), device_names())
+        hint = did_you_mean(name, device_names())
         raise ConfigError(
-            f"there is no device {str(name)!r}{hint}. There are cpu, cuda, the cards in "
-            "docs/PLANNER.md, and your own device files"
+            f"there is no device {name!r}{hint}. There are cpu, cuda and the cards in "
+            "docs/PLANNER.md"
         )
 
     @classmethod
@@ -157,11 +137,10 @@ class DeviceModel:
         )
 
     @classmethod
-    def choose(cls, name: Optional[Union[str, Path]], torch_device: str) -> "DeviceModel":
+    def choose(cls, name: Optional[str], torch_device: str) -> "DeviceModel":
         """Choose a device by name; None or "auto" chooses by the GPU of this machine.
 
-        This is the GPU's own row, or the nearest one of its compute capability. Without a GPU it is
-        ``cuda`` or ``cpu``.
+        This is the GPU's own row. Without a GPU, or without a row, it is ``cuda`` or ``cpu``.
 
         Args:
             torch_device: as in MODEL.DEVICE.
@@ -173,15 +152,8 @@ class DeviceModel:
         if not torch.cuda.is_available():
             return cls.load("cuda")
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-        gigabytes, capability = gpu.total_memory / GB, f"{gpu.major}.{gpu.minor}"
-        if card := find_card(gpu.name, gigabytes):
-            return cls.load(card.device)
-        alike = [name for name, card in CARDS.items() if card.capability == capability]
-        nearest = cls.load(
-            min(alike, key=lambda name: abs(CARDS[name].memory_gb - gigabytes), default="cuda")
-        )
-        text = f"{gpu.name}, taken for {nearest.description}"
-        return replace(nearest, description=text, device_name=gpu.name)
+        card = find_card(gpu.name, gpu.total_memory / GB)
+        return cls.load(card.device) if card else cls(description=f"{gpu.name}, {cls.description}")
 
     @property
     def margin(self) -> tuple[float, float]:
@@ -193,11 +165,6 @@ class DeviceModel:
         more_mb = 0.0 if self.tensors_are_measured else _OF_A_CPU_MB - self.other_tensors_mb
         return _SAME_SOFTWARE, max(more_mb, 0.0) * MB
 
-    def is_card(self, gpu: str) -> bool:
-        """Whether this is the card that PyTorch calls ``gpu``, in any of its sizes."""
-        card = find_card(gpu)
-        return self.device_name is not None and self.device_name in (gpu, card and card.name)
-
     def use(
         self, timeline: Timeline, expandable_segments: bool = False, ranks: int = 1
     ) -> DeviceUse:
@@ -207,7 +174,7 @@ class DeviceModel:
             ranks: processes that train together.
         """
         outside = self.outside_bytes(ranks)
-        allocator: Any = CachingAllocator(expandable_segments) if self.is_gpu else PageAllocator()
+        allocator = CachingAllocator(expandable_segments) if self.is_gpu else PageAllocator()
         blocks: dict[Allocation, Any] = {}
         live: Counter[str] = Counter()  # bytes by owner
         at_peak = live

@@ -30,7 +30,7 @@ _Args = tuple[Any, ...]  # arguments of an operator
 _Kwargs = dict[str, Any]
 _Tensors = list[torch.Tensor]  # among the arguments, or in the result
 
-aten = torch.ops.aten
+aten, torchvision = torch.ops.aten, torch.ops.torchvision
 # cuda_as_cpu would replace them, which takes time.
 _empty, _empty_strided = torch.empty, torch.empty_strided
 
@@ -114,19 +114,9 @@ class DryRun(OwnerMeter):
         self.phase = "setup"
         self.timeline = Timeline()
         self._inputs = inputs
-        self._is_paused = False
         self._allocations: dict[int, Allocation] = {}  # by the address of a storage
         self._modules: list[str] = []  # modules whose forwards run, the innermost last
         self._module_of_node: dict[int, str] = {}  # by its number
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While open, operators compute, and nothing is recorded."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
 
     def allocations_of(self, tensors: Any) -> set[Allocation]:
         """The recorded allocations of tensors, in any containers."""
@@ -139,8 +129,6 @@ class DryRun(OwnerMeter):
         if self._modules:  # the last node belongs to this operator
             last = next_autograd_node_number() - 1
             self._module_of_node.setdefault(last, self._modules[-1])
-        if self._is_paused:
-            return func(*args, **(kwargs or {}))
         num_events = len(self.timeline.events)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.timeline.events) > num_events:
@@ -169,9 +157,11 @@ class DryRun(OwnerMeter):
         if func is aten.convolution.default:
             self._note_workspace(args[0], args[1], result, args)
         elif func is aten.convolution_backward.default:
-            for gradient in result[:2]:  # of the data, and of the filter
-                if gradient is not None:
-                    self._note_workspace(args[1], args[2], args[0], args[1:])
+            self._note_workspace(args[1], args[2], args[0], args[1:])
+        elif func is torchvision.deform_conv2d.default:
+            self._note_columns(args[0], args[1], result, args[-1])
+        elif func is torchvision._deform_conv2d_backward.default:
+            self._note_columns(args[1], args[2], args[0], args[-1])
 
     def _note_workspace(
         self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, args: _Args
@@ -185,6 +175,19 @@ class DryRun(OwnerMeter):
         if weight.shape[2:] == (3, 3) and {*args[3]} == {1} and args[8] == 1:
             most_bytes = 9 * (x.nbytes + y.nbytes) // 4 + 4 * weight.nbytes
         self.timeline.events.append(Workspace(num_bytes, self.phase, max(most_bytes, num_bytes)))
+
+    def _note_columns(
+        self, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor, with_mask: bool
+    ) -> None:
+        """Note the buffers of Detectron2's deform_conv_cuda.cu.
+
+        They are columns of an image; without a mask, of up to 64 images, and a copy of the result.
+        """
+        most = 1 if with_mask else max(n for n in range(1, 65) if len(x) % n == 0)
+        pixels = most * math.prod(y.shape[2:])
+        columns = x.shape[1] * math.prod(weight.shape[2:]) * pixels * x.element_size()
+        num_bytes = columns + (0 if with_mask else y.nbytes)
+        self.timeline.events.append(Workspace(num_bytes, self.phase, num_bytes))
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         super()._count(storage)
@@ -221,20 +224,8 @@ class DryRun(OwnerMeter):
         self.own("inputs", self._inputs)
         for input_ in self._inputs:
             self._describe("", "input", input_)
-        self._name_what_is_of_parameters()
-
-    def _own_states(self, optimizer: torch.optim.Optimizer, *args: Any) -> None:
-        super()._own_states(optimizer, *args)
-        self._name_what_is_of_parameters()
-
-    def _name_what_is_of_parameters(self) -> None:
-        """Name parameters, buffers, gradients and optimizer states."""
-        optimizer = getattr(self._optimizer, "optim", self._optimizer)  # of a sharded one
-        states = {} if optimizer is None else optimizer.state
-        for name, p in [*self._model.named_parameters(), *self._model.named_buffers()]:
-            for what, tensors in (("", p), ("gradient", p.grad), ("state", states.get(p))):
-                for tensor in tensors_in(tensors):
-                    self._describe(name, what, tensor)
+        for name, p in self._model.named_parameters():
+            self._describe(name, "", p)
 
     def _describe(self, module: str, operator: str, tensor: Any) -> None:
         """Name an allocation, unless its module is known."""
@@ -308,9 +299,6 @@ def _moves_nothing(func: Any) -> bool:
 
 
 def _run(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
-    if func is aten.resize_.default and is_fake(args[0]):
-        resized = _from_meta(torch.empty(args[1], dtype=args[0].dtype, device="meta"))
-        return args[0].set_(resized)
     if _moves_nothing(func):
         return func(*args, **kwargs)
     if func in _RANDOM_FILLS and args[0].nbytes >= _LARGE_BYTES:

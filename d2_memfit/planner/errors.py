@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """One-line explanations of errors in a model: what, where, and what to do."""
 
-import errno
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -52,11 +51,12 @@ def one_line_errors(
             assumed += assume()
         where = " in evaluation" if in_evaluation else ""
         without = '. DATASETS.TEST "()" leaves evaluation out' if in_evaluation else ""
-        raise ConfigError(
-            f"the model of this job does not run{where} ({error}, in {_place(e)}). {_advice(e)}"
-            + without
-            + "".join(f". Assumed: {line}" for line in assumed)
-        ) from e
+        what = f"the model of this job does not run{where} ({error}, in {_place(e)})"
+        failure = ConfigError(
+            f"{what}. {_advice(e)}{without}" + "".join(f". Assumed: {line}" for line in assumed)
+        )
+        failure.what = what
+        raise failure from e
 
 
 def _place(error: Exception) -> str:
@@ -81,17 +81,8 @@ def _advice(error: Exception) -> str:
             "mapper, with --trainer MODULE:CLASS, or give a batch, with --batch MODULE:FUNCTION. "
             "If the mapper reads it from the dataset, the dataset must exist"
         )
-    if "process group" in str(error):
-        return (
-            "The model needs other ranks, but this is one process: let its forward work without "
-            "them if detectron2.utils.comm.get_world_size() is 1"
-        )
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return "A dry run needs address space, but little RAM: remove its limit, ulimit -v"
-    if isinstance(error, OSError):
-        return "The job reads or downloads a file before its first step: put the file there"
-    if isinstance(error, ModuleNotFoundError):
-        return "Install what is missing"
+    if isinstance(error, (OSError, ModuleNotFoundError)):
+        return "The job needs a file or a library before its first step: put it there"
     if re.search(_NEEDS_GPU, str(error)):
         return (
             "It needs a GPU or an operator that is not compiled here: build the project's "

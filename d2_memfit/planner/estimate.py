@@ -19,7 +19,6 @@ from ..job import (
     TYPICAL_SIZE,
     GivenBatches,
     Job,
-    Size,
     objects_per_image,
     padded_area,
     size_of,
@@ -35,7 +34,7 @@ from .steps import Session
 from .timeline import Allocate, Timeline
 from .worst_outputs import parts_with_roi_heads
 
-__all__ = ["DryJob", "MemoryEstimate", "dry_job_of", "estimate_memory"]
+__all__ = ["DryJob", "MemoryEstimate", "estimate_memory"]
 
 
 _FEW = 3  # images: above, memory is on lines through the runs of 2 and of 3
@@ -123,9 +122,11 @@ class DryJob:
 
     Args:
         job: the job.
-        device: the device to predict for.
+        device: the device to predict for, also by its name, as for :meth:`DeviceModel.choose`.
         evaluates: whether to include evaluation, or training alone.
         progress: called with a line before each dry run.
+        run: OUTPUT_DIR of an earlier run, whose peaks correct the device.
+        like: a job whose evaluation needs the same memory.
 
     Attributes:
         session: makes the dry runs.
@@ -135,13 +136,19 @@ class DryJob:
     def __init__(
         self,
         job: Job,
-        device: DeviceModel,
+        device: Union[DeviceModel, str, None] = None,
         evaluates: bool = True,
         progress: Callable[[str], Any] = str,
+        run: Optional[Union[str, Path]] = None,
+        like: Optional["DryJob"] = None,
     ) -> None:
+        if not isinstance(device, DeviceModel):
+            device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
+        if run is not None:
+            device = as_in_run(device, job, run)
         self.job, self.device = job, device
         self.evaluates = evaluates and job.evaluates
-        self._progress = progress
+        self._progress, self._like = progress, like
         self._runs: dict[tuple[int, bool], Timeline] = {}  # by images, and whether it accumulates
         self._known: dict[Any, Any] = {}  # what is computed from them
         self.expandable_segments = segments_expand(under_budget=job.budget_gb is not None)
@@ -197,16 +204,13 @@ class DryJob:
         n = self.num_images if num_images is None else num_images
         return self.run(n, n < self.job.geometry.window)
 
-    @property
-    def training(self) -> Timeline:
-        """The dry run of the largest micro-batch."""
-        return self.whole()
-
     @cached_property
     def evaluation(self) -> Optional[Timeline]:
         """The dry run of an image's evaluation; None without one."""
         if not self.evaluates:
             return None
+        if self._like is not None:
+            return self._like.evaluation
         self._progress("Dry run: evaluation")
         batches = self.job.batches
         with one_line_errors(lambda: batches.evaluation_assumptions, in_evaluation=True):
@@ -307,19 +311,10 @@ class DryJob:
         """Whether a micro-batch fits a budget, and evaluation does, by dry runs."""
         n = self.num_images if num_images is None else num_images
         budget = budget_gb * GB
-        if self.least_bytes > budget:
-            return False
-        are_few = n <= _FEW and not {(2, False), (_FEW, False)} <= self._runs.keys()
-        if not are_few and n > 1 and self.budget_bytes(self.expected_use(n)) > _CLOSE * budget:
+        if n > _FEW and self.budget_bytes(self.expected_use(n)) > _CLOSE * budget:
             return False
         self.whole(n)
         return all(self.budget_bytes(use) <= budget for use in self.uses(n))
-
-    @property
-    def evaluation_decides(self) -> bool:
-        """Whether evaluation takes more device memory than training."""
-        training, *evaluation = (use.allocated_bytes for use in self.uses())
-        return bool(evaluation) and evaluation[0] > training
 
     def flops(self) -> float:
         """Floating-point operations of an image in a forward and a backward."""
@@ -383,12 +378,9 @@ class DryJob:
         )
         run = self._runs.get((n, n < self.job.geometry.window))
         places = self._places_in(run) if run else self._places_of(n)
-        use, (of_tensors, of_context) = self.use(), self.device.margin
-        room = budget_gb * GB - use.total_bytes + use.reserved_bytes
-        room = min(
-            (room - of_context) / (1 + of_tensors),
-            room * use.allocated_bytes / use.reserved_bytes,
-        )
+        use = self.use()
+        left = budget_gb * GB - self.budget_bytes(use)
+        room = use.allocated_bytes + left * use.allocated_bytes / use.reserved_bytes
         most = float(MOST_OBJECTS)
         for at in places.keys() & twice.keys() & four_times.keys():
             of_object = n * (_sum(four_times[at]) - _sum(twice[at])) / (2 * own)
@@ -449,7 +441,8 @@ class DryJob:
         least = (worst - fixed) * 1.0
         if batches.has_any_shape:
             pixels = padded_area(size_of(self.job.training_batch()))
-            areas = [self._padded_area(size) for size in (*EXTREME_SIZES, TYPICAL_SIZE)]
+            shapes = [batches.in_shape(size) for size in (*EXTREME_SIZES, TYPICAL_SIZE)]
+            areas = [padded_area(size_of(self.job.training_batch(batches=s))) for s in shapes]
             if min(areas) < pixels:  # else a crop decides
                 wider.append("the shape of the images is not known (--coco, or --image-size)")
                 of_largest = _peak_with_pixels(timeline, 1)
@@ -484,11 +477,6 @@ class DryJob:
             most.append(self.session.gradient_bytes)
         high = worst + algorithms + math.hypot(*most)
         return (fixed + least - math.hypot(*less), high), typical, wider
-
-    def _padded_area(self, size: Size) -> int:
-        """Pixels of the largest micro-batch if images have another shape."""
-        batches: Any = self.job.batches
-        return padded_area(size_of(self.job.training_batch(batches=batches.in_shape(size))))
 
 
 def _sum(places: Counter[str]) -> int:
@@ -539,7 +527,7 @@ def _bytes_of_heads(timeline: Timeline) -> int:
 def estimate_memory(
     cfg: Union[CfgNode, DictConfig, Job],
     num_gpus: Optional[int] = None,
-    device: Optional[Union[str, Path]] = None,
+    device: Optional[str] = None,
     probe: bool = False,
     *,
     evaluates: bool = True,
@@ -569,23 +557,7 @@ def estimate_memory(
             to probe, or ``run`` says nothing about the job.
     """
     job = Job.from_any(cfg, ranks=num_gpus, **given)
-    return dry_job_of(job, device, evaluates, probe, run).estimate()
-
-
-def dry_job_of(
-    job: Job,
-    device: Optional[Union[str, Path, DeviceModel]] = None,
-    evaluates: bool = True,
-    probe: bool = False,
-    run: Optional[Union[str, Path]] = None,
-    progress: Callable[[str], Any] = str,
-) -> DryJob:
-    """Make the :class:`DryJob` of :func:`estimate_memory`, with its arguments."""
-    if not isinstance(device, DeviceModel):
-        device = DeviceModel.choose(device, job.cfg.MODEL.DEVICE)
-    if run is not None:
-        device = as_in_run(device, job, run)
-    dry_job = DryJob(job, device, evaluates, progress)
+    dry_job = DryJob(job, device, evaluates, run=run)
     if probe:
         dry_job.probe()
-    return dry_job
+    return dry_job.estimate()

@@ -23,14 +23,13 @@ from ..memory import (
     FIGURES,
     limit_library_caches,
     return_large_blocks,
-    segments_expand,
     use_expandable_segments,
 )
 from .device import DeviceModel
 from .errors import one_line_errors
 from .plan import plan_memory
 from .plan_file import budget_in, planned, planned_yaml
-from .text import describe_plan, why_it_does_not_fit
+from .text import answer_of_plan, describe_plan
 
 __all__ = ["fit_config"]
 
@@ -124,12 +123,6 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
             logger.info("The plan is read from %s", path)
             return text
         logger.info("%.2f GB are free, but %s is for %.2f GB", budget_gb, path, planned_gb)
-    if not on_cpu and not segments_expand():
-        logger.warning(
-            "CUDA was started, or PYTORCH_CUDA_ALLOC_CONF set, without expandable segments, so the "
-            "plan is made for an allocator that leaves more memory unused. To let segments grow, "
-            "start the program with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
     plan = plan_memory(
         job,
         budget_gb,
@@ -138,9 +131,10 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         progress=lambda line: logger.info("Planning: %s", line),
         prefer=job.cfg.MEMFIT.PLAN.PREFER,
     )
-    logger.info("Plan for MEMFIT.BUDGET_GB %.4g:\n%s", plan.budget_gb, describe_plan(plan))
+    answer, budget = answer_of_plan(plan), f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}"
+    logger.info("Plan for %s:\n%s\n\n%s", budget, answer, describe_plan(plan))
     if not plan.fits:
-        raise ConfigError(why_it_does_not_fit(plan))
+        raise ConfigError(f"{budget}: {'. '.join(answer.splitlines())}")
     text = f"{_KEY}{key}\n{planned_yaml(cfg, plan)}"
     with output_file(path, "w") as file:
         file.write(text)

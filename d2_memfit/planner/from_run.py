@@ -12,6 +12,7 @@ import torch
 
 from ..common.reading import Name
 from ..common.units import GB, MB
+from ..config.cards import find_card
 from ..errors import ConfigError
 from ..job import Job
 from ..memory import RunRecord, device_and_software
@@ -75,4 +76,7 @@ def _torch_device(device: DeviceModel) -> Optional[torch.device]:
     if not torch.cuda.is_available():
         return None
     here = torch.device("cuda", torch.cuda.current_device())
-    return here if device.is_card(torch.cuda.get_device_name(here)) else None
+    name = torch.cuda.get_device_name(here)
+    card = find_card(name)
+    is_here = card.device == device.name if card else device.description.startswith(name)
+    return here if is_here else None

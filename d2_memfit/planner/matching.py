@@ -18,7 +18,6 @@ from ..common.patching import (
     replaced_together,
     source_files,
 )
-from .dry_run import DryRun
 from .meta import is_fake, make_fake, make_real
 
 __all__ = ["fast_matching"]
@@ -28,21 +27,18 @@ _ON_OBJECTS = 256  # anchors: as many as RPN samples
 
 
 @contextmanager
-def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
+def fast_matching(model: nn.Module) -> Iterator[None]:
     """While open, record large matrices of box pairs without computing, and label any anchors.
 
     Hungarian matching takes any match. Predictions are invented, so none is better than another.
     Their costs can be ties, which take long, or not be numbers.
     """
-    num_made = 0  # matrices without values
 
     def without_values(pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def fake_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
-            nonlocal num_made
             tensors = [boxes1.tensor, boxes2.tensor]
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
-            num_made += 1
             make_fake(tensors)
             with replaced_functions([Boxes], {"area": _fake_results}):
                 matrix = pairwise_iou(boxes1, boxes2)
@@ -53,13 +49,11 @@ def fast_matching(model: nn.Module, run: DryRun) -> Iterator[None]:
 
     def with_any_labels(call: Callable[..., Any]) -> Callable[..., Any]:
         def match(self: Matcher, quality: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            before = num_made
             matches, labels = call(self, quality)
-            if num_made > before or is_fake(quality if isinstance(quality, torch.Tensor) else ()):
-                with run.paused():
-                    matches.zero_()
-                    labels.fill_(min(self.labels, key=abs))[:_ON_OBJECTS] = 1
+            if quality.numel() >= _LARGE_MATRIX:  # a tensor, or one in chunks
                 make_real((matches, labels))
+                matches.zero_()
+                labels.fill_(min(self.labels, key=abs))[:_ON_OBJECTS] = 1
             return matches, labels
 
         return match

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
-import torch
 from detectron2.config import CfgNode
 from detectron2.layers import NaiveSyncBatchNorm
 from omegaconf import DictConfig
@@ -23,12 +22,12 @@ from ..compat.pytorch import BatchNorm, has_kernels_for_bfloat16
 from ..config.cards import why_no_card_has
 from ..errors import ConfigError, MemfitError
 from ..job import Job
-from ..memory import available_host_bytes, check_budget
+from ..memory import check_budget
 from ..techniques.checkpointing import blocks_of
 from ..techniques.registry import TECHNIQUES, TIERS, get_technique
 from .device import DeviceModel
 from .errors import one_line_errors
-from .estimate import DryJob, MemoryEstimate, dry_job_of
+from .estimate import DryJob, MemoryEstimate
 from .steps import that_work
 from .timeline import Allocate, Timeline
 
@@ -36,10 +35,8 @@ __all__ = ["Plan", "PlanStep", "plan_memory"]
 
 logger = logging.getLogger(__name__)
 
-_MICRO_BATCH = "smaller micro-batches"
 _CHECKPOINT, _HEADS, _OFFLOAD = "ActivationCheckpointing", "ChunkedHeads", "ActivationOffload"
 _AMP = "MixedPrecision"
-_OPTIMISTIC = 1.2  # times the bytes that blocks seem to save: a level of less is not tried
 _BLOCKS = "MEMFIT.CHECKPOINT.MODULES"
 
 
@@ -77,7 +74,6 @@ class Plan:
         smallest_budget_gb: smallest budget that leaves the margin, if this one does not.
         must_allow: tiers that would have to be allowed for this budget; empty if none would help.
         obstacle: a line about what stands in the way, and what would change it; "" if it fits.
-        evaluation_decides: whether evaluation takes more of the device than training.
         left_out: techniques with which the job does not run, and why; a line each.
     """
 
@@ -92,7 +88,6 @@ class Plan:
     smallest_budget_gb: Optional[float] = None
     must_allow: tuple[str, ...] = ()
     obstacle: str = ""
-    evaluation_decides: bool = False
     left_out: tuple[str, ...] = ()
 
     @property
@@ -116,7 +111,7 @@ def plan_memory(
     budget_gb: float,
     num_gpus: Optional[int] = None,
     allow: Sequence[str] = ("exact", "precision"),
-    device: Optional[Union[str, Path, DeviceModel]] = None,
+    device: Union[DeviceModel, str, None] = None,
     progress: Callable[[str], None] = lambda line: None,
     probe: bool = False,
     *,
@@ -150,7 +145,7 @@ def plan_memory(
         raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
     job = Job.from_any(cfg, ranks=num_gpus, **given)
     job = job.with_settings({"MEMFIT.BUDGET_GB": budget_gb})
-    start = dry_job_of(job, device, evaluates, run=run, progress=progress)
+    start = DryJob(job, device, evaluates, progress, run)
     is_more = start.device.is_gpu and budget_gb > start.device.usable_gb
     if is_more and (warning := why_no_card_has(budget_gb)):
         logger.warning(warning)
@@ -187,11 +182,9 @@ class Ladder:
         self.left_out: list[str] = []
         self._start, self._budget_gb, self._tiers = start, budget_gb, tiers
         self._progress = progress
-        self._made: dict[Rung, tuple[dict[str, Any], Job]] = {Rung(): ({}, start.job)}
-        self._jobs = {Rung(): start}
+        self._made: dict[Rung, tuple[tuple[PlanStep, ...], DryJob]] = {Rung(): ((), start)}
         self._known = {Rung(): (Rung(), start)}
-        self._evaluations: dict[tuple[str, ...], Optional[Timeline]] = {}
-        self._works: dict[str, list[str]] = {}
+        self._checkpointed = tuple(start.job.cfg.MEMFIT.CHECKPOINT.MODULES)  # as it is
         is_faster = start.device.is_gpu and "precision" in tiers and self._is_usable(_AMP)
         self._first = (_AMP,) if prefer == "speed" and is_faster else ()
 
@@ -207,32 +200,29 @@ class Ladder:
         for name in reversed(lead[len(self._first) : -1]):
             without = tuple(n for n in lead if n != name)
             lead = without if self._fits_with_all(without) else lead
-        least = self._least_images(lead)
         levels = self._levels(lead)
-        i = next(i for i, level in enumerate(levels) if self._may_fit(level, levels[1], least))
+        i = next(i for i, level in enumerate(levels) if self._fits(level))
         rung, _ = self._dry_job(levels[i])
         kept = (*lead, *([] if i == 1 else levels[i].names[-1:]))
-        rung = self._without_what_can_go(rung, kept, least)
+        rung = self._without_what_can_go(rung, kept)
         if rung.names[-1:] == (_CHECKPOINT,):
-            rung = self._with_fewer_blocks(rung, levels[i - 1].blocks, least)
+            rung = self._with_fewer_blocks(rung, levels[i - 1].blocks)
             if rung.blocks not in (("backbone",), ("all",)):
-                return rung, least
-        return rung, self._most_images(rung) or least
+                return rung, self._least
+        return rung, self._most_images(rung) or self._least
 
     def _leads(self) -> list[tuple[str, ...]]:
         """More and more of what is not exact, the least harmful first."""
         harms = [*self._first]
         for tier in ("precision", "recipe"):
             if tier in self._tiers:
-                smaller = tier == "recipe" and self._trains_batch_norm
-                harms += [_MICRO_BATCH] * (smaller and self._start.num_images > 1)
-                harms += [name for name in self._usable(tier) if name not in harms]
+                harms += [name for name in self._usable[tier] if name not in harms]
         return [tuple(harms[:i]) for i in range(len(self._first), len(harms) + 1)]
 
     def _levels(self, lead: tuple[str, ...]) -> list[Rung]:
         """Rungs with more and more of what is exact."""
         levels = [Rung(lead)]
-        exact = self._usable("exact") if "exact" in self._tiers else []
+        exact = self._usable["exact"] if "exact" in self._tiers else []
         late = (_CHECKPOINT, _HEADS, _OFFLOAD)
         names = lead + tuple(name for name in exact if name not in late)
         blocks: tuple[str, ...] = ()
@@ -249,82 +239,49 @@ class Ladder:
                 levels.append(Rung(names, blocks))
         return levels
 
-    def _usable(self, tier: str) -> list[str]:
-        """Names of a tier's techniques that work here, in their order."""
-        if tier not in self._works:
-            names = [t.name for t in TECHNIQUES if t.tier == tier and self._is_usable(t.name)]
-            with one_line_errors():
-                self._works[tier] = [*that_work(self._start.job, names)]
-        return self._works[tier]
+    @cached_property
+    def _usable(self) -> dict[str, list[str]]:
+        """Names of the techniques that work here, by tier, in their order."""
+        names = [t.name for t in TECHNIQUES if self._is_usable(t.name)]
+        with one_line_errors():
+            works = {*that_work(self._start.job, names)}
+        names = [name for name in names if name in works]
+        return {tier: [n for n in names if get_technique(n).tier == tier] for tier in TIERS}
 
-    def _may_fit(self, level: Rung, free: Rung, least: int) -> bool:
-        """Whether a job fits on a level; without a dry run, if its blocks save too little."""
-        if level.names == (*free.names, _CHECKPOINT):
-            names = {*blocks_of(self._start.session.model, level.blocks[0])}
-            saved, _, too_much = self._blocks_of(self._dry_job(free)[1], least)
-            if sum(saved[name] for name in saved if name in names) < too_much / _OPTIMISTIC:
-                return False
-        return self._fits(level, least)
-
-    def _blocks_of(self, dry_job: DryJob, least: int) -> tuple[Counter[str], Counter[str], float]:
+    def _blocks_of(self, dry_job: DryJob) -> tuple[Counter[str], Counter[str], float]:
         """What blocks save, their work, and the bytes that a micro-batch needs too much."""
-        few = min(least, 3)
-        saved, work = _saved_by_blocks(
-            dry_job.whole(few) if least == few else dry_job.run(few), least / few
-        )
+        least, few = self._least, min(self._least, 3)
+        timeline = dry_job.whole(few) if least == few else dry_job.run(few)
+        saved, work = _saved_by_blocks(timeline, least / few)
         needs = dry_job.budget_bytes(dry_job.use(least))
         return saved, work, needs - self._budget_gb * GB
 
     def _fits_with_all(self, lead: tuple[str, ...]) -> bool:
-        return self._fits(self._levels(lead)[-1], self._least_images(lead))
+        return self._fits(self._levels(lead)[-1])
 
-    def _fits(self, rung: Rung, num_images: int) -> bool:
-        """Whether the job fits on a rung, by dry runs; evaluation is run once for all alike."""
+    def _fits(self, rung: Rung, num_images: Optional[int] = None) -> bool:
+        """Whether the job fits on a rung, by dry runs.
+
+        Args:
+            num_images: images in a micro-batch, the smallest by default.
+        """
         with suppress(MemfitError):  # if it cannot be built, what goes is found below
-            if self._job_on(rung).least_bytes > self._budget_gb * GB:
+            if self._with(rung)[1].least_bytes > self._budget_gb * GB:
                 return False
         rung, dry_job = self._dry_job(rung)
-        key = tuple(filter(_matters_in_evaluation, rung.names))
-        if key in self._evaluations:
-            dry_job.evaluation = self._evaluations[key]
-        fits = dry_job.fits(self._budget_gb, num_images)
-        if "evaluation" in vars(dry_job):
-            self._evaluations[key] = dry_job.evaluation
-        return fits and self._host_holds(dry_job)
-
-    def _host_holds(self, dry_job: DryJob) -> bool:
-        """Whether the host has the RAM for what a job moves there.
-
-        It is MEMFIT.HOST.BUDGET_GB, or what this machine has if it has the GPU.
-        """
-        if not (dry_job.offloaded_bytes or dry_job.evaluation_host_bytes):
-            return True
-        budget_gb = dry_job.job.cfg.MEMFIT.HOST.BUDGET_GB
-        if budget_gb is None and not torch.cuda.is_available():
-            return True
-        available = available_host_bytes() if budget_gb is None else budget_gb * GB
-        return dry_job.host_bytes <= available / dry_job.job.ranks
+        return dry_job.fits(self._budget_gb, num_images or self._least)
 
     def _dry_job(self, rung: Rung) -> tuple[Rung, DryJob]:
         """The job on a rung, without its last techniques if it does not run with them."""
         if rung not in self._known:
-            dry_job = self._job_on(rung)
+            _, dry_job = self._with(rung)
             try:
-                dry_job.whole(1) if self._least_images(rung.names) == 1 else dry_job.run(2)
+                dry_job.whole(1) if self._least == 1 else dry_job.run(2)
                 self._known[rung] = rung, dry_job
             except MemfitError as e:  # some do not run together
                 self._leave_out(f"{', '.join(rung.names)}: left out, {e}")
                 self._known[rung] = self._dry_job(_named(rung.names[:-1], rung.blocks))
         return self._known[rung]
-
-    def _job_on(self, rung: Rung) -> DryJob:
-        if rung not in self._jobs:
-            start, (_, job) = self._start, self._with(rung)
-            self._jobs[rung] = DryJob(job, start.device, start.evaluates, partial(self._say, rung))
-        return self._jobs[rung]
-
-    def _say(self, rung: Rung, line: str) -> None:
-        self._progress(", ".join([line, *rung.names]))
 
     def _leave_out(self, line: str) -> None:
         if line not in self.left_out:
@@ -334,17 +291,16 @@ class Ladder:
     def _most_images(self, rung: Rung) -> Optional[int]:
         """The largest micro-batch that fits; None if none does."""
         window, most = self._start.job.geometry.window, self._start.num_images
-        least = self._least_images(rung.names)
         # The smallest for each number of micro-batches in an iteration.
         sizes = {-(-window // number) for number in range(1, window + 1)}
-        sizes = {min(max(size, least), most) for size in sizes}
+        sizes = {min(max(size, self._least), most) for size in sizes}
         return next((n for n in sorted(sizes, reverse=True) if self._fits(rung, n)), None)
 
-    def _least_images(self, names: Sequence[str]) -> int:
-        """Smaller micro-batches change the statistics of BatchNorm that is trained."""
-        if self._trains_batch_norm:
-            return 1 if _MICRO_BATCH in names else self._start.num_images
-        return 1 if "exact" in self._tiers else self._start.num_images
+    @property
+    def _least(self) -> int:
+        """Images in the smallest micro-batch. Trained BatchNorm has statistics of all of them."""
+        is_exact = "exact" in self._tiers and not self._trains_batch_norm
+        return 1 if is_exact else self._start.num_images
 
     def _has(self, *kinds: type) -> bool:
         """Whether the model has a module of these classes that trains."""
@@ -355,21 +311,16 @@ class Ladder:
     def _trains_batch_norm(self) -> bool:
         return self._has(BatchNorm)
 
-    @property
-    def _checkpointed(self) -> tuple[str, ...]:
-        """Patterns of the blocks that the job recomputes as it is."""
-        return tuple(self._start.job.cfg.MEMFIT.CHECKPOINT.MODULES)
-
-    def _without_what_can_go(self, rung: Rung, kept: tuple[str, ...], least: int) -> Rung:
+    def _without_what_can_go(self, rung: Rung, kept: tuple[str, ...]) -> Rung:
         """Drop techniques that are not needed, the most costly first."""
         others = [name for name in rung.names if name not in kept]
         for dropped in [others[:1] and others, *([name] for name in reversed(others))]:
             names = tuple(name for name in rung.names if name not in dropped)
-            if names != rung.names and self._fits(_named(names, rung.blocks), least):
+            if names != rung.names and self._fits(_named(names, rung.blocks)):
                 rung = _named(names, rung.blocks)
         return rung
 
-    def _with_fewer_blocks(self, rung: Rung, before: tuple[str, ...], least: int) -> Rung:
+    def _with_fewer_blocks(self, rung: Rung, before: tuple[str, ...]) -> Rung:
         """The fewest blocks with which the job fits, those first that save most for their work.
 
         Args:
@@ -379,40 +330,47 @@ class Ladder:
         _, dry_job = self._dry_job(_named((*names, _CHECKPOINT), before) if before else Rung(names))
         before = before or self._checkpointed
         blocks = {*blocks_of(self._start.session.model, rung.blocks[0])}
-        saved, work, too_much = self._blocks_of(dry_job, least)
+        saved, work, too_much = self._blocks_of(dry_job)
         order = sorted(saved.keys() & blocks, key=lambda name: -saved[name] / max(work[name], 1))
         for i in range(1, len(order)):
             if sum(saved[name] for name in order[:i]) >= too_much:
                 chosen = rung._replace(blocks=(*before, *sorted(order[:i], key=[*saved].index)))
-                if self._fits(chosen, least):
+                if self._fits(chosen):
                     return chosen
         return rung
 
-    def _with(self, rung: Rung) -> tuple[dict[str, Any], Job]:
-        """The config keys of a rung and their values, and the job with them."""
+    def _with(self, rung: Rung) -> tuple[tuple[PlanStep, ...], DryJob]:
+        """The steps of a rung, and the job with them."""
         if rung not in self._made:
-            settings, job = self._with(_named(rung.names[:-1], rung.blocks))
-            new: dict[str, Any] = {}
-            if rung.names[-1] == _CHECKPOINT and rung.blocks:
+            *names, name = rung.names
+            start, (steps, before) = self._start, self._with(_named(names, rung.blocks))
+            technique = get_technique(name)
+            new = technique.settings(before.job, start.session.model)
+            if name == _CHECKPOINT and rung.blocks:
                 new = {_BLOCKS: [*rung.blocks]}
-            elif rung.names[-1] != _MICRO_BATCH:
-                technique = get_technique(rung.names[-1])
-                new = technique.settings(job, self._start.session.model)
-            self._made[rung] = {**settings, **new}, job.with_settings(new)
+            steps = (*steps, PlanStep(name, technique.tier, new, technique.changes))
+            job = before.job.with_settings(new)
+            is_other = technique.tier == "recipe" or "evaluation" in technique.needs
+            say, like = partial(self._say, rung), None if is_other else before
+            self._made[rung] = steps, DryJob(job, start.device, start.evaluates, say, like=like)
         return self._made[rung]
+
+    def _say(self, rung: Rung, line: str) -> None:
+        self._progress(", ".join([line, *rung.names]))
 
     def _is_usable(self, name: str) -> bool:
         """Whether a technique can be turned on here, according to its settings."""
         technique, device, job = get_technique(name), self._start.device, self._start.job
-        needs = technique.needs
+        needs, why_not = technique.needs, ""
         if ("gpu" in needs and not device.is_gpu) or ("ranks" in needs and job.ranks < 2):
             return False
-        if "float16" in needs and device.float16_fails:
-            card = device.description
-            self._leave_out(f"{name}: left out, float16 is known to fail on {card}")
-            return False
-        if "float16" in needs and not (device.is_gpu or has_kernels_for_bfloat16()):
-            self._leave_out(f"{name}: left out, PyTorch has no fast 16 bits on this CPU")
+        if device.float16_fails:
+            why_not = f"float16 is known to fail on {device.description}"
+        elif not (device.is_gpu or has_kernels_for_bfloat16()):
+            why_not = "PyTorch has no fast 16 bits on this CPU"
+        if "float16" in needs and why_not:
+            if technique.tier in self._tiers:
+                self._leave_out(f"{name}: left out, {why_not}")
             return False
         try:
             settings = technique.settings(job, self._start.session.model)
@@ -434,12 +392,9 @@ class Ladder:
         if num_images < self._start.num_images:
             dry_job = dry_job.with_images(num_images)
         dry_job.probe() if probe else dry_job.whole()
-        budget = self._budget_gb * GB
         least = max(dry_job.budget_bytes(use) for use in dry_job.uses())
-        fits = found is not None and least <= budget
-        must_allow: Sequence[str] = ()
-        if not fits:
-            must_allow = next(filter(self._would_fit, self._more_tiers()), ())
+        fits = found is not None and least <= self._budget_gb * GB
+        must_allow = () if fits else next(filter(self._would_fit, self._more_tiers()), ())
         steps = self._steps(rung, num_images)
         settings = {key: value for step in steps for key, value in step.settings.items()}
         settings["MEMFIT.BUDGET_GB"] = self._budget_gb
@@ -449,7 +404,7 @@ class Ladder:
         is_of_work = not {_OFFLOAD} & {*rung.names} and all(s.tier != "precision" for s in steps)
         return Plan(
             budget_gb=self._budget_gb,
-            margin=dry_job.headroom_bytes(dry_job.use()) / budget,
+            margin=dry_job.headroom_bytes(dry_job.use()) / (self._budget_gb * GB),
             fits=fits,
             steps=steps,
             settings=settings,
@@ -457,16 +412,15 @@ class Ladder:
             estimate=replace(dry_job.estimate(with_range=False), objects_that_fit=objects),
             time_factor=dry_job.flops() / self._start.flops() if is_of_work else None,
             smallest_budget_gb=None if fits else math.ceil(100 * least / GB) / 100,
-            must_allow=tuple(must_allow),
+            must_allow=must_allow,
             obstacle="" if fits else self._obstacle(dry_job, num_images),
-            evaluation_decides=dry_job.evaluation_decides,
             left_out=tuple(self.left_out),
         )
 
     def _smallest(self) -> tuple[Rung, int]:
         """The rung with all that may change, and the smallest micro-batch."""
         lead = self._leads()[-1]
-        return self._dry_job(self._levels(lead)[-1])[0], self._least_images(lead)
+        return self._dry_job(self._levels(lead)[-1])[0], self._least
 
     def _would_fit(self, tiers: Sequence[str]) -> bool:
         other = copy(self)
@@ -478,21 +432,11 @@ class Ladder:
         return [TIERS[:i] for i in range(1, len(TIERS) + 1) if not {*TIERS[:i]} <= {*self._tiers}]
 
     def _steps(self, rung: Rung, num_images: int) -> tuple[PlanStep, ...]:
-        steps = []
-        if num_images < self._start.num_images:
-            tier, what = "exact", ""
-            if self._trains_batch_norm:
-                tier, what = "recipe", "the images in BatchNorm's statistics"
-            steps.append(PlanStep(_MICRO_BATCH, tier, {"MEMFIT.MICRO_BATCH": num_images}, what))
-        for i, name in enumerate(rung.names):
-            if name != _MICRO_BATCH:
-                before, now = (
-                    self._with(_named(rung.names[:n], rung.blocks))[0] for n in (i, i + 1)
-                )
-                new = {k: v for k, v in now.items() if k not in before or before[k] != v}
-                technique = get_technique(name)
-                steps.append(PlanStep(name, technique.tier, new, technique.changes))
-        return tuple(steps)
+        steps, _ = self._with(rung)
+        if num_images == self._start.num_images:
+            return steps
+        settings = {"MEMFIT.MICRO_BATCH": num_images}
+        return PlanStep("smaller micro-batches", "exact", settings, ""), *steps
 
     def _obstacle(self, dry_job: DryJob, num_images: int) -> str:
         """A line about what stands in the way, and what would change it."""
@@ -504,8 +448,12 @@ class Ladder:
                 f"BatchNorm is trained: the {num_images} images of one GPU cannot be split, and "
                 f"need {gb:.2f} GB. One image on each of {num_images} GPUs needs {one:.2f} GB"
             )
-        if dry_job.evaluation_decides:
-            return "Evaluation of one image takes more memory than training"
+        training, *evaluation = (use.allocated_bytes for use in dry_job.uses())
+        if evaluation and evaluation[0] > training:
+            return (
+                "Evaluation takes more memory than training. To plan for training alone: "
+                "--training-only, or DATASETS.TEST ()"
+            )
         owner, num_bytes = use.breakdown.most_common(1)[0]
         images = "one image needs" if num_images == 1 else f"{num_images} images need"
         return (
@@ -518,13 +466,6 @@ def _named(names: Iterable[str], blocks: tuple[str, ...]) -> Rung:
     """A rung with these techniques; its blocks, if it has checkpointing."""
     names = tuple(names)
     return Rung(names, blocks if _CHECKPOINT in names else ())
-
-
-def _matters_in_evaluation(name: str) -> bool:
-    if name == _MICRO_BATCH:
-        return False
-    technique = get_technique(name)
-    return technique.tier == "recipe" or "evaluation" in technique.needs
 
 
 def _saved_by_blocks(timeline: Timeline, factor: float) -> tuple[Counter[str], Counter[str]]:

@@ -15,7 +15,7 @@ from ..config.load import get_cfg, with_memfit_keys, with_settings
 from ..job import Job, LazyParts, with_overrides
 from ..memory import FIGURES
 from .plan import Plan
-from .text import describe_plan
+from .text import answer_of_plan, describe_plan
 
 __all__ = [
     "budget_in",
@@ -110,7 +110,8 @@ def lazy_file(config_file: str, opts: list[str], plan: Plan) -> str:
 
 
 def _comment(plan: Plan) -> str:
-    return "".join(f"# {line}".rstrip() + "\n" for line in describe_plan(plan).splitlines())
+    text = f"{answer_of_plan(plan)}\n\n{describe_plan(plan)}"
+    return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
 def _differences(

@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from itertools import chain
-from types import FunctionType
 from typing import Any, Optional
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from ..common.patching import Groups, replaced_together
 from ..compat.pytorch import DeviceContext, constructors, know_as_builtin, tree_map
@@ -50,8 +48,6 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (torch.Tensor, dict.fromkeys(_METHODS, _on_cpu)),
         (torch.Tensor, {"cuda": _keep, "pin_memory": _keep, "record_stream": _answer(None)}),
         (torch, dict.fromkeys(_FUNCTIONS, _on_cpu)),
-        (torch.fft, dict.fromkeys(("fftfreq", "rfftfreq"), _on_cpu)),
-        (torch.nested, {"nested_tensor": _on_cpu}),
         (DeviceContext, {"__init__": _on_cpu}),  # with torch.device("cuda")
         (torch, {"is_autocast_enabled": _asked_of_cpu, "get_autocast_dtype": _on_cpu}),
         (torch, {"get_autocast_gpu_dtype": lambda _: lambda: torch.get_autocast_dtype("cpu")}),
@@ -65,11 +61,7 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (cuda, dict.fromkeys(("current_stream", "default_stream"), _answer(_Stream()))),
         (cuda, dict.fromkeys(("Stream", "Event"), _other(_Stream))),
         (cuda, dict.fromkeys(("device", "device_of", "stream"), _answer(nullcontext()))),
-        (cuda.nvtx, dict.fromkeys(("mark", "range_pop", "range_push"), _answer(None))),
-        (cuda.nvtx, {"range": _answer(nullcontext())}),
-        (cuda, {name: _other(getattr(torch, name)) for name in _TENSOR_TYPES}),
-        (DistributedDataParallel, {"__init__": _without_devices}),
-        (torch, {"compile": _compile_later}),
+        (torch, {"compile": _other(_not_compiled)}),
     ]
 
 
@@ -87,8 +79,6 @@ _NUMBERS = (
     *("current_device", "max_memory_allocated", "max_memory_cached", "max_memory_reserved"),
     *("memory_allocated", "memory_cached", "memory_reserved"),
 )
-_TYPES = ("Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short", "BFloat16")
-_TENSOR_TYPES = [f"{name}Tensor" for name in _TYPES]
 
 
 @cache
@@ -131,30 +121,9 @@ def _keep(_: Any) -> Callable[..., torch.Tensor]:
     return lambda tensor, *args, **kwargs: tensor
 
 
-def _without_devices(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def init_on_cpu(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, module, **{**kwargs, "device_ids": None, "output_device": None})
-
-    return init_on_cpu
-
-
-def _compile_later(compile: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile functions when they are called: bitsandbytes has some that nobody calls."""
-
-    @wraps(compile)
-    def compile_when_called(model: Any = None, **options: Any) -> Any:
-        if not isinstance(model, FunctionType):
-            return compile(model, **options)
-        made = cache(lambda: compile(model, **options))
-
-        @wraps(model)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return made()(*args, **kwargs)
-
-        return run
-
-    return compile_when_called
+def _not_compiled(model: Any = None, **options: Any) -> Any:
+    """``torch.compile`` that changes nothing: PyTorch's compiler would see our functions."""
+    return (lambda model: model) if model is None else model
 
 
 def _asked_of_cpu(function: Callable[[str], bool]) -> Callable[..., bool]:

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
 from detectron2 import layers
@@ -15,20 +15,19 @@ from torch.optim import Optimizer
 
 from ..common.patching import Groups
 from ..common.side_work import alone, no_information, unchanged_random_state
-from ..config.precision import Precision
 from ..errors import MemfitError
-from ..job import Job, LossFn, copy_of, is_image, losses_of, tensors_of
+from ..job import Job, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
-from ..techniques.registry import get_technique, ready_to_evaluate
+from ..techniques.registry import TIERS, get_technique, ready_to_evaluate
 from .compiled_operators import compiled_operators
 from .dry_run import DryRun, WithoutValues, noted_calls
 from .matching import fast_matching
 from .meta import make_fake
 from .stand_ins import casts_of_cuda, cuda_as_cpu
-from .timeline import Allocate, Timeline
+from .timeline import Timeline
 from .worst_outputs import detect_most, worst_case
 
-__all__ = ["Session", "build", "build_with_values", "infer", "iterate", "that_work"]
+__all__ = ["Session", "build_with_values", "infer", "that_work"]
 
 _LARGE_BYTES = 2**20  # larger images are made fake
 
@@ -47,11 +46,9 @@ class Session:
         model: the model, with the job's techniques.
         gradient_bytes: bytes of all gradients.
         fixed_bytes: the same with parameters, buffers, optimizer states and DDP's buckets.
-        images: number of images in each dry run of a training step.
     """
 
     def __init__(self, job: Job, like_gpu: bool = True, foreach: bool = True) -> None:
-        self.images: list[int] = []
         self._job, self._like_gpu = job, like_gpu
         with self._started():
             with WithoutValues():
@@ -70,8 +67,8 @@ class Session:
                     self._run.own("DDP buckets", self._buckets)
                 self._make_gradients()
                 self._optimizer.step()
-        self._forget_what_is_gone()
-        self.fixed_bytes = sum(self._run.timeline.changes_bytes())
+        self._begin_timeline()
+        self.fixed_bytes = sum(change.num_bytes for change in self._run.timeline.changes())
 
     def train(self, *micro_batches: Any, accumulates: bool = False) -> Timeline:
         """Make a dry run of an iteration in which optimizer states and DDP's buckets exist.
@@ -82,18 +79,22 @@ class Session:
         """
         precision = self._job.precision("cpu")
         micro_batches = copy_of(micro_batches)  # a caller's would stay on the device
-        self.images += map(len, micro_batches)
         casts = casts_of_cuda() if self._like_gpu else ()
         with self._running(micro_batches, casts) as run, noted_calls(self.model, run):
             self.model.train()
             if not accumulates:
                 self.model.zero_grad(set_to_none=True)
             note, loss_fn = run.timeline.notes.append, self._job.parts.loss_fn
-            for phase in iterate(
-                self.model, self._optimizer, precision, micro_batches, loss_fn, note
-            ):
-                run.phase = phase
-        return self._forget_what_is_gone()
+            for batch in micro_batches:
+                run.phase = "forward"
+                with worst_case(self.model, note), precision.autocast():
+                    loss: Any = sum(losses_of(self.model, batch, loss_fn).values())
+                run.phase = "backward"
+                precision.backward(loss * (1 / len(micro_batches)))
+                del loss
+            run.phase = "optimizer"
+            precision.step(self._optimizer)
+        return self._begin_timeline()
 
     def evaluate(self, batch: Any) -> Timeline:
         """Make a dry run of an evaluation between two training iterations."""
@@ -107,7 +108,7 @@ class Session:
                 infer(self.model, self._job, batch, run.timeline.notes.append)
             run.timeline.host_bytes = host.peak_bytes if self._like_gpu else 0
             run.counts = "device"
-        return self._forget_what_is_gone()
+        return self._begin_timeline()
 
     @contextmanager
     def _started(self, stand_ins: Groups = ()) -> Iterator[None]:
@@ -119,9 +120,9 @@ class Session:
     @contextmanager
     def _running(self, micro_batches: Sequence[Any], stand_ins: Groups) -> Iterator[DryRun]:
         """A dry run whose inputs are on the device. Gradients exist before and after it."""
-        self._forget_what_is_gone()
+        self._begin_timeline()
         inputs = tensors_of(micro_batches)
-        with self._started(stand_ins), self._run as run, fast_matching(self.model, run):
+        with self._started(stand_ins), self._run as run, fast_matching(self.model):
             run.phase = "setup"
             make_fake([t for t in inputs if t.nbytes >= _LARGE_BYTES and is_image(t)])
             run.own("inputs", inputs)
@@ -136,38 +137,11 @@ class Session:
             p.grad = make_fake(torch.zeros_like(p))
             self._run.own("gradients", p.grad)
 
-    def _forget_what_is_gone(self) -> Timeline:
+    def _begin_timeline(self) -> Timeline:
         """Begin a timeline with what is left of the one before, which is returned."""
         before = self._run.timeline
-        left = Timeline(before.events)
-        left.forget_what_is_gone()
-        left.events = [event for event in left.events if isinstance(event, Allocate)]
-        self._run.timeline = left
+        self._run.timeline = Timeline(before.left())
         return before
-
-
-def iterate(
-    model: nn.Module,
-    optimizer: Optimizer,
-    precision: Precision,
-    micro_batches: Sequence[Any],
-    loss_fn: Optional[LossFn] = None,
-    note: Callable[[str], None] = lambda line: None,
-) -> Iterator[str]:
-    """Run an iteration with the most proposals possible; yield each phase before it begins.
-
-    Args:
-        note: called with a line about each part that may be larger in a real batch.
-    """
-    for batch in micro_batches:
-        yield "forward"
-        with worst_case(model, note), precision.autocast():
-            loss: Any = sum(losses_of(model, batch, loss_fn).values())
-        yield "backward"
-        precision.backward(loss * (1 / len(micro_batches)))
-        del loss
-    yield "optimizer"
-    precision.step(optimizer)
 
 
 def infer(
@@ -180,30 +154,21 @@ def infer(
         detect_most(model, batch, note)
 
 
-def build(job: Job) -> tuple[nn.Module, Optimizer]:
-    """Build model and optimizer with the job's techniques, on the CPU and without values.
-
-    Raises:
-        ConfigError: a technique does not work with them.
-    """
-    with _as_on_gpu(), WithoutValues():
-        model, optimizer = build_with_values(job, "cpu")
-        with ready_to_evaluate(model, job.cfg, announce=False):
-            return model, optimizer
-
-
 def that_work(job: Job, names: Sequence[str]) -> Iterator[str]:
-    """The techniques that can be applied to the model and the optimizer of a job."""
+    """The techniques that can be applied to the model and the optimizer of a job.
+
+    They are applied in the order of training: a frozen module, for example, is another one.
+    """
     with _as_on_gpu(), no_information(), WithoutValues():
         model, optimizer = build_with_values(job, "cpu")
         parts = {"model": model, "evaluation": model, "optimizer": optimizer}
-        for name in names:
-            technique = get_technique(name)
+        techniques = map(get_technique, names)
+        for technique in sorted(techniques, key=lambda t: TIERS.index(t.tier), reverse=True):
             with suppress(MemfitError):
                 if technique.part in parts:
                     value = technique.suggest(job, model)
                     technique.apply(parts[technique.part], value)
-                yield name
+                yield technique.name
 
 
 def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:

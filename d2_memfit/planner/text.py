@@ -1,7 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """Estimates and plans as text: the answer in a few lines, and all details."""
 
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any, Optional
 
 from tabulate import tabulate
@@ -16,17 +18,13 @@ __all__ = [
     "describe_plan",
     "describe_settings",
     "first_of",
-    "why_it_does_not_fit",
 ]
 
-_EVALUATION_DECIDES = (
-    "Evaluation takes more memory than training here. To plan for training alone: --training-only, "
-    "or DATASETS.TEST ()"
-)
 _MOST_STEPS = 3  # lines
 _WIDTH = 100  # of a line about what is assumed
 _WIDTH_OF_KEYS = 200  # of a line with keys, which are copied
 _LARGEST = 3  # owners at the peak
+_AS_LINES = ("from_run", "assumptions", "at_least", "wider", "objects_that_fit")
 _MUCH = 1.01  # times the work of an iteration, from which on a plan says so
 
 
@@ -34,14 +32,12 @@ def answer_of_estimate(
     e: MemoryEstimate, budget_gb: Optional[float] = None, fits: bool = True
 ) -> str:
     """The answer to the command estimate, with a verdict if the job has a budget."""
-    verdict = f"Needs {_at_least(e)}{e.device_total_gb:.1f} GB of {_each(e)}"
+    needs = f"{_at_least(e)}{e.device_total_gb:.2f} GB of {_each(e)}"
+    verdict = f"Needs {needs}"
     if budget_gb is not None:
         does = "Fits" if fits else "Does not fit"
-        needs = f"needs {_at_least(e)}{e.device_total_gb:.2f} GB of {_each(e)}"
-        verdict = f"{does}: {needs}, and the budget is {budget_gb:.4g} GB with its headroom"
+        verdict = f"{does}: needs {needs}, and the budget is {budget_gb:.4g} GB with its headroom"
     evaluation = "" if e.evaluation_gb is None else f", {e.evaluation_gb:.1f} in evaluation"
-    if e.evaluation_host_gb:
-        evaluation += f" with {e.evaluation_host_gb:.1f} of the host for masks as large as the file"
     largest = [f"{owner.replace(': ', ' of ')} {gb:.1f}" for owner, gb in e.breakdown.items()]
     objects = "" if e.num_instances is None else f", with {e.num_instances} objects at most"
     height, width = e.image_size
@@ -77,80 +73,45 @@ def answer_of_plan(plan: Plan) -> str:
             lines.append(
                 f"Without the plan: {before_gb:.1f} GB{headroom * (before_gb <= plan.budget_gb)}"
             )
-        lines += [*_changes(plan.steps), _no_room(plan)]
-    lines += [_EVALUATION_DECIDES] if plan.evaluation_decides else []
+        lines += _changes(plan.steps)
     return "\n".join(filter(None, [*lines, _objects(e), *_unknown(e)]))
 
 
 def describe_estimate(e: MemoryEstimate) -> str:
-    """All that is known of an estimate."""
-    (height, width), (low, high) = e.image_size, e.range_gb
-    is_gpu = e.expandable_segments is not None
-    kind = "expandable" if e.expandable_segments else "PyTorch's default"
-    objects = "" if e.num_instances is None else f", {e.num_instances} objects in the most crowded"
-    typical = "" if e.typical_gb is None else f". Typical: {e.typical_gb:.2f} GB"
-    offload = f", {e.offloaded_gb:.1f} of it for the offload" if e.offloaded_gb else ""
+    """All that is known of an estimate: a line for each assumption, and all numbers."""
     lines = [
-        f"{e.device}, {e.num_gpus} {'GPU' if is_gpu else 'process'}(s)",
         e.from_run,
-        f"Each iteration: {e.images_per_gpu * e.accumulation_steps} images per "
-        f"{_each(e).split()[-1]}, in micro-batches of {e.micro_batch_size}",
-        f"The largest images: {height} x {width} pixels{objects}",
         *(f"Assumed: {line}" for line in e.assumptions),
         *(f"At least: {line}" for line in e.at_least),
-        f"Range: {low:.2f} to {high:.2f} GB allocated in training{typical}",
-        *(f"It is wider because {line}" for line in e.wider),
+        *(f"Its range is wider because {line}" for line in e.wider),
         _objects(e),
-        f"Segments of the allocator: {kind}" if is_gpu else "",
-        f"Host: {e.num_workers} loader workers on each rank, about {e.host_gb:.1f} GB of RAM"
-        f"{offload}",
     ]
-    totals = {
-        "peak allocated": e.peak_allocated_gb,
-        "peak reserved": e.peak_reserved_gb,
-        "evaluation, peak allocated": e.evaluation_gb,
-        "evaluation, on the host": e.evaluation_host_gb or None,
-        "of the device, with its context": e.device_total_gb,
-    }
-    rows = [row for row in totals.items() if row[1] is not None]
-    tables = [
-        _table(rows, ["", "GB, at least" if e.at_least else "GB, worst case"]),
-        _table(e.breakdown.items(), ["at the peak in training", "GB"]),
-        _table(e.outside.items(), ["in addition to peak allocated", "GB"]),
-    ]
-    return "\n\n".join(["\n".join(filter(None, lines)), *tables])
+    rows, tables = [], []
+    for name, value in asdict(e).items():
+        title = re.sub(" gb$", ", GB", name.replace("_", " "))
+        if isinstance(value, dict):
+            tables.append(_table(value.items(), [title, "GB"]))
+        elif value is not None and name not in _AS_LINES:
+            numbers = value if isinstance(value, tuple) else [value]
+            is_float = isinstance(numbers[0], float)
+            between, form = (" to ", ".2f") if is_float else (" x ", "")
+            rows.append([title, between.join(f"{number:{form}}" for number in numbers)])
+    first = _table(rows, ["", "at least" if e.at_least else "worst case"])
+    return "\n\n".join(filter(None, ["\n".join(filter(None, lines)), first, *tables]))
 
 
 def describe_plan(plan: Plan) -> str:
-    """All that is known of a plan."""
-    e, factor = plan.estimate, plan.time_factor
+    """All that is known of a plan in addition to its answer."""
+    e = plan.estimate
     rows = [[s.name, s.tier, describe_settings(s.settings)] for s in plan.steps]
     lines = [
-        _no_room(plan) if plan.fits else why_it_does_not_fit(plan),
-        f"Budget: {plan.budget_gb:.4g} GB, with {plan.margin:.0%} headroom. The job needs "
-        f"{_at_least(e)}{e.device_total_gb:.2f} GB; without the plan, "
-        f"{plan.before.device_total_gb:.2f} GB",
         f"SOLVER.IMS_PER_BATCH {e.images_per_gpu * e.num_gpus} x SOLVER.ACCUMULATION_STEPS "
         f"{e.accumulation_steps}, as before",
-        "" if factor is None else f"Operations of an iteration: x {factor:.2f}",
-        _EVALUATION_DECIDES if plan.evaluation_decides and plan.fits else "",
-        *map(_harm, plan.steps),
+        *filter(None, map(_harm, plan.steps)),
         *plan.left_out,
     ]
     table = [_table(rows, ["step", "tier", "settings"])] if rows else []
-    return "\n\n".join(["\n".join(filter(None, lines)), *table, describe_estimate(e)])
-
-
-def why_it_does_not_fit(plan: Plan) -> str:
-    """A line for an error."""
-    tiers = ", ".join(plan.must_allow)
-    unless = f", unless MEMFIT.PLAN.ALLOW is {tiers}" if tiers else ""
-    decides = f". {_EVALUATION_DECIDES}" if plan.evaluation_decides else ""
-    return (
-        f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}: the job does not fit. The smallest budget is "
-        f"{_at_least(plan.estimate)}{plan.smallest_budget_gb:.2f} GB{unless}. {plan.obstacle}"
-        f"{decides}"
-    )
+    return "\n\n".join(["\n".join(lines), *table, describe_estimate(e)])
 
 
 def describe_settings(settings: dict[str, Any]) -> str:
@@ -210,12 +171,11 @@ def _slower(plan: Plan) -> str:
 
 def _changes(steps: Sequence[PlanStep]) -> list[str]:
     """A line for each step with its keys, and one about what the least exact step changes."""
-    shown = steps if len(steps) <= _MOST_STEPS else steps[: _MOST_STEPS - 1]
+    shown, more = steps[:_MOST_STEPS], steps[_MOST_STEPS:]
     lines = [
         f"  {_shortened(describe_settings(step.settings), _WIDTH_OF_KEYS)}  ({step.name})"
         for step in shown
     ]
-    more = steps[len(shown) :]
     if more:
         lines.append(f"  and {len(more)} more: {', '.join(step.name for step in more)}")
     return [*lines, *[*filter(None, map(_harm, steps))][-1:]]
@@ -225,18 +185,6 @@ def _harm(step: PlanStep) -> str:
     """A line about what a step changes in training; "" if it changes nothing."""
     ending = "" if step.name.endswith("batches") else "s"
     return f"{step.name} change{ending} {step.what}" if step.what else ""
-
-
-def _no_room(plan: Plan) -> str:
-    """A line about a plan with parts whose largest size is not known; "" without such parts."""
-    if not plan.estimate.at_least:
-        return ""
-    recovers = plan.settings.get("MEMFIT.OOM.POLICY") == "split"
-    what = "images that need more run again in smaller pieces" if recovers else "the run ends"
-    return (
-        "The plan has no headroom for what is not known: see the lines that begin with At least. "
-        f"If that does not fit, {what}"
-    )
 
 
 def _table(rows: Iterable[Sequence[Any]], header: list[str]) -> str:

@@ -127,19 +127,11 @@ class Timeline:
     notes: list[str] = field(default_factory=list)
     host_bytes: int = 0
 
-    def forget_what_is_gone(self) -> None:
-        """Drop allocations that are freed already, such as temporaries of the setup."""
-        gone = {id(event.allocation) for event in self.events if isinstance(event, Free)}
-        self.events = [e for e in self.events if id(getattr(e, "allocation", None)) not in gone]
-
-    def changes_bytes(self) -> list[int]:
-        """Bytes of each allocation, and their negative when it is freed."""
-        return [event.num_bytes for event in self.changes()]
-
-    def bytes_of(self, owner: str) -> int:
-        """Bytes of all allocations of an owner."""
-        made = (event.allocation for event in self.events if isinstance(event, Allocate))
-        return sum(allocation.num_bytes for allocation in made if allocation.owner == owner)
+    def left(self) -> list[Event]:
+        """The allocations that are not freed."""
+        gone = {event.allocation for event in self.events if isinstance(event, Free)}
+        made = (event for event in self.events if isinstance(event, Allocate))
+        return [event for event in made if event.allocation not in gone]
 
     def more_with_other_algorithms(self) -> int:
         """What the peak of tensors and workspaces grows by, if each workspace is its largest."""
@@ -161,8 +153,9 @@ class Timeline:
         return owners
 
     def alive_at_peak(self) -> set[Allocation]:
-        end = int(np.cumsum([0, *self.changes_bytes()]).argmax())
-        until_then = self.changes()[:end]
+        changes = self.changes()
+        end = int(np.cumsum([0, *(change.num_bytes for change in changes)]).argmax())
+        until_then = changes[:end]
         gone = {event.allocation for event in until_then if isinstance(event, Free)}
         return {event.allocation for event in until_then} - gone
 

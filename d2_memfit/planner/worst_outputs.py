@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The largest possible numbers of proposals, anchors and detections for a dry run."""
+"""The largest possible numbers of proposals and detections for a dry run."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,12 +7,11 @@ from functools import partial, wraps
 from typing import Any, Optional
 
 import torch
-from detectron2.modeling.matcher import Matcher
-from detectron2.structures import Boxes, Instances, RotatedBoxes
+from detectron2.structures import Boxes, Instances
 from torch import nn
 
 from ..common.patching import knows_function, replaced_functions, source_files
-from ..job import boxes_anywhere, rotated
+from ..job import boxes_anywhere
 
 __all__ = ["detect_most", "parts_with_roi_heads", "worst_case"]
 
@@ -24,37 +23,23 @@ _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
 
 @contextmanager
 def worst_case(model: nn.Module, note: Note) -> Iterator[None]:
-    """While open, ROI heads get the most proposals possible, and no anchor is ignored.
+    """While open, ROI heads get the most proposals possible, as many on objects as they may take.
 
-    As many proposals are on objects as the heads may take. ROI heads are found by the attribute
-    ``roi_heads`` of any part of the model. So it does not matter which generator makes the
-    proposals, or how many branches it has.
-
-    RetinaNet ignores some anchors in its losses: those that overlap an object, but too little to be
-    matched. An image can have none of them, so here they are background.
+    ROI heads are found by the attribute ``roi_heads`` of any part of the model. So it does not
+    matter which generator makes the proposals, or how many branches it has.
 
     Args:
         note: called with a line for the user about proposals whose largest number is not known.
     """
-    parts = parts_with_roi_heads(model)
-    hooks = [
-        _heads_of(part).register_forward_pre_hook(
-            partial(_give_most, note, getattr(part, "proposal_generator", None)),
-            with_kwargs=True,
-        )
-        for part in parts
-    ]
-    values = [value for part in model.modules() for value in vars(part).values()]
-    labels = [(value, value.labels) for value in values if isinstance(value, Matcher)]
-    for matcher, given in labels:
-        matcher.labels = [max(label, 0) for label in given]
+    hooks = []
+    for part in parts_with_roi_heads(model):
+        give = partial(_give_most, note, getattr(part, "proposal_generator", None))
+        hooks.append(part.roi_heads.register_forward_pre_hook(give, with_kwargs=True))
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for matcher, given in labels:
-            matcher.labels = given
 
 
 def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) -> None:
@@ -76,12 +61,8 @@ def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) ->
             )
 
 
-def parts_with_roi_heads(model: nn.Module) -> list[nn.Module]:
-    return [part for part in model.modules() if isinstance(_heads_of(part), nn.Module)]
-
-
-def _heads_of(part: nn.Module) -> Any:
-    return getattr(part, "roi_heads", None)
+def parts_with_roi_heads(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(getattr(m, "roi_heads", None), nn.Module)]
 
 
 def _left_alone(what: str, where: str) -> str:
@@ -100,12 +81,12 @@ def _give_most(
 ) -> Any:
     """Replace the proposals that ROI heads are called with, as a forward pre-hook."""
     given = [*args, *kwargs.values()]  # by type: projects and techniques have other names
-    proposals = next((value for value in given if _box_field(value)), None)
-    targets = next((value for value in given if _have_field(value, "gt_boxes")), [None])
+    proposals = next((value for value in given if _have_boxes(value, "proposal_boxes")), None)
+    targets = next((value for value in given if _have_boxes(value, "gt_boxes")), [None])
     num = _most_after_nms(generator, heads.training)
     at_once = getattr(heads, "batch_size_per_image", 0) if heads.training else 0
     is_known = num or at_once or generator is None
-    if proposals is None or not is_known or not _are_of_one_kind(proposals, targets):
+    if proposals is None or not is_known:
         note(_left_alone("proposals", type(heads if generator is None else generator).__name__))
         return None
     filled = []
@@ -118,45 +99,27 @@ def _give_most(
     )
 
 
-def _box_field(value: Any) -> str:
-    """The field of the boxes of proposals, or of detections that only need masks; else ""."""
-    names = ("proposal_boxes", "pred_boxes")
-    return next((name for name in names if _have_field(value, name)), "")
-
-
-def _have_field(value: Any, name: str) -> bool:
-    is_list = isinstance(value, list) and len(value) > 0
-    return is_list and all(isinstance(item, Instances) and item.has(name) for item in value)
+def _have_boxes(value: Any, name: str) -> bool:
+    """Whether a value is Instances of images with upright boxes in a field."""
+    items = value if isinstance(value, list) else []
+    fields = [i.get_fields().get(name) if isinstance(i, Instances) else None for i in items]
+    return len(fields) > 0 and all(type(boxes) is Boxes for boxes in fields)
 
 
 def _most_after_nms(generator: Any, training: bool) -> Optional[int]:
-    """A generator's limit, as Detectron2's RPN and most FCOS-likes keep it; None if unknown."""
+    """A generator's limit, as Detectron2's RPN keeps it; None if unknown."""
     for module in generator.modules() if isinstance(generator, nn.Module) else ():
         both = getattr(module, "post_nms_topk", None)
         if isinstance(both, Mapping):
             return both[training]
-        most = getattr(module, "post_nms_topk_train" if training else "post_nms_topk_test", None)
-        if isinstance(most, int):
-            return most
     return None
-
-
-def _are_of_one_kind(proposals: list[Instances], objects: list[Any]) -> bool:
-    """Whether all boxes are upright, or all are rotated."""
-    boxes = [p.get(_box_field(proposals)) for p in proposals]
-    boxes += [o.gt_boxes for o in objects if o is not None]
-    kinds = {type(b) for b in boxes}
-    return kinds in ({Boxes}, {RotatedBoxes})
 
 
 def _filled(
     found: Instances, objects: Optional[Instances], num: int, heads: nn.Module
 ) -> Instances:
     """``num`` proposals with the fields of those found, as many on objects as heads may take."""
-    name = _box_field([found])
-    kind = type(found.get(name))
     boxes = torch.as_tensor(boxes_anywhere(num, found.image_size, seed=1)).float()
-    boxes = rotated(boxes) if kind is RotatedBoxes else boxes
     if objects is not None and len(objects):
         share = getattr(heads, "positive_fraction", 0.5)
         num_on_objects = min(num, round(share * getattr(heads, "batch_size_per_image", num)))
@@ -164,10 +127,8 @@ def _filled(
         boxes[rows] = objects.gt_boxes.tensor.to(boxes)[rows % len(objects)]
     result = Instances(found.image_size)
     for field, value in found.get_fields().items():
-        if field == name:
-            result.set(field, kind(boxes.to(value.device)))
-        else:
-            result.set(field, _repeated(value, num))
+        is_boxes = field == "proposal_boxes"
+        result.set(field, Boxes(boxes.to(value.device)) if is_boxes else _repeated(value, num))
     return result
 
 

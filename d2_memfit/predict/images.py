@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 from detectron2.data import Metadata
@@ -55,7 +55,7 @@ def read_images(file: Path, image_format: str, in_tiles: bool = False) -> Iterat
         in_tiles: whether the image may be larger than Pillow allows, because it will be cut.
 
     Raises:
-        DataError: the file cannot be read, or a video ends too early.
+        DataError: the file cannot be read.
     """
     checked(file)
     if is_video(file):
@@ -83,16 +83,12 @@ def _frames(file: Path) -> Iterator[Pixels]:
 
     os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # only our own line for a damaged file
     video = cv2.VideoCapture(str(file))
-    announced = video.get(cv2.CAP_PROP_FRAME_COUNT)
     number = 0
     while (read := video.read())[0]:
         number += 1
         yield read[1]
     if number == 0:
         raise DataError(f"{file} cannot be read as a video")
-    tolerance = min(video.get(cv2.CAP_PROP_FPS), announced / 10)  # the number is an estimate
-    if number < announced - tolerance:
-        raise DataError(f"{file} is damaged: it ends after {number} of {announced:.0f} images")
 
 
 def is_video(file: Path) -> bool:
@@ -109,8 +105,7 @@ def picture_name(file: Path) -> str:
 def write_pictures(file: Path, path: Path, pictures: Iterator[Pixels]) -> None:
     """Write the pictures of an image or video.
 
-    A video becomes an MP4. It appears when it is complete, or, if its source cannot be read to the
-    end, has what was read.
+    A video becomes an MP4. It appears when it is complete.
 
     Args:
         path: path of the picture, with the suffix of :func:`picture_name`.
@@ -118,7 +113,7 @@ def write_pictures(file: Path, path: Path, pictures: Iterator[Pixels]) -> None:
 
     Raises:
         ConfigError: a picture could not be written.
-        DataError: from ``pictures``.
+        DataError: from ``pictures``, or OpenCV cannot write such a video.
     """
     first = next(pictures)
     if not is_video(file):
@@ -127,7 +122,6 @@ def write_pictures(file: Path, path: Path, pictures: Iterator[Pixels]) -> None:
         return
     import cv2
 
-    failure: Optional[DataError] = None
     with output_file(path) as f, TemporaryDirectory(dir=path.parent) as folder:
         part = os.path.join(folder, "part.mp4")  # OpenCV takes the format from the suffix
         frames_per_s = cv2.VideoCapture(str(file)).get(cv2.CAP_PROP_FPS) or 25.0
@@ -135,18 +129,13 @@ def write_pictures(file: Path, path: Path, pictures: Iterator[Pixels]) -> None:
         video = cv2.VideoWriter(part, cv2.VideoWriter.fourcc(*"mp4v"), frames_per_s, size)
         if not video.isOpened():
             raise DataError(f"{file}: OpenCV has no MP4 of {size[0]} x {size[1]} pixels")
-        try:
-            for picture in chain([first], pictures):
-                video.write(picture[:, :, ::-1])
-        except DataError as e:
-            failure = e
+        for picture in chain([first], pictures):
+            video.write(picture[:, :, ::-1])
         video.release()
         if not cv2.VideoCapture(part).isOpened():  # OpenCV's writer reports no errors
             raise OSError("OpenCV could not write it: is the disk full?")
         with open(part, "rb") as written:
             shutil.copyfileobj(written, f)
-    if failure:
-        raise failure
 
 
 def draw(

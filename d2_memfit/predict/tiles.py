@@ -97,17 +97,12 @@ def found_in_tile(instances: Instances, tile: Tile) -> list[Detection]:
     return [Detection(*row) for row in rows]
 
 
-def to_coco(detection: Detection, image_id: int, categories: Sequence[int] = ()) -> dict[str, Any]:
-    """Convert a merged detection to COCO's results format.
-
-    Args:
-        categories: the dataset's category id for each class of the model; if empty, the class
-            itself is the id.
-    """
+def to_coco(detection: Detection, image_id: int) -> dict[str, Any]:
+    """Convert a merged detection to COCO's results format, with the model's class as category."""
     x0, y0, x1, y1 = detection.box.tolist()
     result = {
         "image_id": image_id,
-        "category_id": categories[detection.category] if categories else detection.category,
+        "category_id": detection.category,
         "bbox": [x0, y0, x1 - x0, y1 - y0],
         "score": detection.score,
     }

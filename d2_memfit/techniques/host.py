@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from ..common.checks import check_positive_number, or_none
 from ..common.units import GB
-from ..data.sizes import shorter_sides
+from ..data.classes import shorter_sides
 from ..errors import HostMemoryError
 from ..memory import available_host_bytes, figures_of_plan
 from .technique import Technique

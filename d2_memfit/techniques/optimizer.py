@@ -5,6 +5,7 @@ import inspect
 import logging
 from typing import Any, Optional
 
+from detectron2.utils import comm
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -84,7 +85,14 @@ class ShardedOptimizerStates(Technique):
         return True
 
     def apply(self, optimizer: Optimizer, value: bool) -> Optimizer:
-        return ShardedOptimizer(optimizer)
+        cls = type(optimizer)
+        if not _has_known_step(cls):
+            raise ConfigError(
+                f"{self.key}: the step of {cls.__name__} is not PyTorch's, so it may need the "
+                "gradients of all parameters, as clipping them together does. Set it False"
+            )
+        # A plan is made on one rank, and keeps a rank's share itself.
+        return ShardedOptimizer(optimizer) if comm.get_world_size() > 1 else optimizer
 
 
 class ShardedOptimizer(ZeroRedundancyOptimizer):
@@ -95,19 +103,10 @@ class ShardedOptimizer(ZeroRedundancyOptimizer):
 
     Args:
         optimizer: gives class, parameters and options.
-
-    Raises:
-        ConfigError: it has its own step, which may need the gradients of all parameters.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         cls = type(optimizer)
-        if not _has_known_step(cls):
-            raise ConfigError(
-                f"{ShardedOptimizerStates.key}: the step of {cls.__name__} is not PyTorch's, so it "
-                "may need the gradients of all parameters, as clipping them together does. Set it "
-                "False"
-            )
         options = _options(optimizer, cls)
         super().__init__(optimizer.param_groups, optimizer_class=cls, **options)
 

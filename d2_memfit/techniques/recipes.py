@@ -10,7 +10,7 @@ from detectron2.modeling.roi_heads import BaseMaskRCNNHead
 from torch import nn
 
 from ..common.checks import value_of
-from ..data.sizes import shorter_sides
+from ..data.classes import shorter_sides
 from ..errors import ConfigError
 from .modules import find_modules
 from .technique import Technique

@@ -36,17 +36,8 @@ def main() -> None:
     script = ROOT / "tools" / "train_net.py"
     run(script, "--config-file", CONFIG, *train, *val, "OUTPUT_DIR", folder, *args.opts)
     config, found = folder / "config.yaml", folder / "predicted"
-    run(
-        "-m",
-        "d2_memfit",
-        "predict",
-        "--overwrite",
-        "--output",
-        found,
-        "--config-file",
-        config,
-        *val,
-    )
+    to = ("--overwrite", "--output", found, "--config-file", config)
+    run("-m", "d2_memfit", "predict", *to, *val)
     lines = [json.loads(line) for line in (folder / "metrics.json").open()]
     box, mask = (
         next(line[name] for line in reversed(lines) if name in line)

@@ -13,6 +13,7 @@ files.
 import argparse
 import json
 import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,25 +71,26 @@ def random_view(
     return image, mask
 
 
-def coin_annotation(mask: NDArray[np.bool_], left: int = 0, top: int = 0) -> dict[str, Any]:
-    """COCO's annotation of one coin, without its ids.
+def coins_of(
+    labels: Labels, left: int = 0, top: int = 0
+) -> Iterator[tuple[NDArray[np.bool_], dict[str, Any]]]:
+    """Yield the mask and COCO's annotation, without its ids, of each coin that shows enough.
 
     Args:
-        mask: (H, W) bool.
-        left, top: place of the mask in the image.
+        labels: (H, W) int, as of :func:`find_coins`.
+        left, top: place of the labels in the image.
     """
-    contours, _ = cv2.findContours(
-        mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(left, top)
-    )
-    polygon = max(contours, key=cv2.contourArea)
-    x, y, w, h = cv2.boundingRect(polygon)
-    return {
-        "category_id": 1,
-        "segmentation": [polygon.flatten().astype(float).tolist()],
-        "bbox": [x, y, w, h],
-        "area": int(mask.sum()),
-        "iscrowd": 0,
-    }
+    for coin in np.unique(labels[labels > 0]):
+        mask = labels == coin
+        if mask.sum() < MIN_VISIBLE_PIXELS:
+            continue
+        contours, _ = cv2.findContours(
+            mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(left, top)
+        )
+        polygon = max(contours, key=cv2.contourArea)
+        polygons, box = [polygon.flatten().astype(float).tolist()], cv2.boundingRect(polygon)
+        shape = {"segmentation": polygons, "bbox": list(box), "area": int(mask.sum())}
+        yield mask, {"category_id": 1, "iscrowd": 0, **shape}
 
 
 def make_dataset(folder: Path, seed: int = 0) -> None:
@@ -103,32 +105,33 @@ def make_dataset(folder: Path, seed: int = 0) -> None:
     labels = find_coins(photograph)
     rng = np.random.default_rng(seed)
     for split, (rows, num_images) in SPLITS.items():
-        coco = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "coin"}]}
-        for image_id in range(num_images):
+        file, *images = files_of_dataset(folder, {split: num_images})
+        made = []
+        for path in images:
             image, mask = random_view(photograph[rows], labels[rows], rng)
-            name = f"{image_id:03d}.png"
-            write_png(folder / split / name, image)
-            size = dict(zip(("height", "width"), image.shape))
-            coco["images"].append({"id": image_id, "file_name": name, **size})
-            for coin in np.unique(mask[mask > 0]):
-                if (mask == coin).sum() >= MIN_VISIBLE_PIXELS:
-                    ids = {"id": len(coco["annotations"]) + 1, "image_id": image_id}
-                    coco["annotations"].append({**ids, **coin_annotation(mask == coin)})
-        with output_file(folder / f"{split}.json", "w") as file:
-            json.dump(coco, file)
+            with output_file(path) as output:
+                output.write(cv2.imencode(".png", image)[1].tobytes())
+            made.append((path.name, image.shape, [a for _, a in coins_of(mask)]))
+        write_coco(file, made)
+
+
+def write_coco(path: Path, images: Sequence[tuple[str, tuple[int, ...], list[Any]]]) -> None:
+    """Write a COCO file of images: a name, height and width, and annotations without ids."""
+    coco = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "coin"}]}
+    for image_id, (name, (height, width), annotations) in enumerate(images):
+        size = {"height": height, "width": width}
+        coco["images"].append({"id": image_id, "file_name": name, **size})
+        for number, annotation in enumerate(annotations, start=len(coco["annotations"]) + 1):
+            coco["annotations"].append({"id": number, "image_id": image_id, **annotation})
+    with output_file(path, "w") as file:
+        json.dump(coco, file)
 
 
 def files_of_dataset(folder: Path, num_images: dict[str, int], ending: str = ".png") -> list[Path]:
-    """The files of a dataset with this number of images in each part."""
+    """The files of a dataset with this number of images in each part: first its COCO files."""
     images = [(split, number) for split in num_images for number in range(num_images[split])]
     parts = [folder / f"{split}.json" for split in num_images]
     return parts + [folder / split / f"{number:03d}{ending}" for split, number in images]
-
-
-def write_png(path: Path, image: Image) -> None:
-    """Write an image (H, W), or (H, W, 3) in BGR."""
-    with output_file(path) as file:
-        file.write(cv2.imencode(".png", image)[1].tobytes())
 
 
 @exit_on_error

@@ -12,7 +12,7 @@ from rfdetr.config import TrainConfig
 from window_module import job_of
 
 from d2_memfit import plan_memory
-from d2_memfit.planner.text import describe_plan
+from d2_memfit.planner.text import answer_of_plan
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     model_config = getattr(rfdetr.config, f"{args.model}Config")(pretrain_weights=None)
     train_config = TrainConfig(dataset_dir=".", batch_size=args.images)
     job = job_of(model_config, train_config, args.objects)
-    print(describe_plan(plan_memory(job, budget_gb=args.budget_gb, allow=["exact"])))
+    print(answer_of_plan(plan_memory(job, budget_gb=args.budget_gb, allow=["exact"])))
 
 
 if __name__ == "__main__":

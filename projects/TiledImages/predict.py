@@ -13,20 +13,26 @@ from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
 ignore_warnings_of_libraries()
 
 import argparse
+from typing import Any
 
-from detectron2.modeling import build_model
+import torch
+from detectron2.data import build_detection_test_loader
 from detectron2.utils.logger import setup_logger
-from tiled_images import TiledPredictor, load_tiled_cfg
+from tiled_images import TileMapper, TileMerger, Trainer, add_tiled_config, open_image, tiles_of
 
 from d2_memfit.common.files import check_outputs
-from d2_memfit.config.settings import Settings
-from d2_memfit.engine.evaluating import recovering_inference
+from d2_memfit.config.load import load_cfg
+from d2_memfit.engine.evaluating import evaluating
+from d2_memfit.engine.launch import usable_device
 from d2_memfit.errors import exit_on_error
-from d2_memfit.memory import enforce_budget
 from d2_memfit.predict.files import results_file
 from d2_memfit.predict.predictor import load_whole_model
-from d2_memfit.predict.tiles import to_coco
-from d2_memfit.techniques.registry import ready_to_evaluate
+
+
+def image_of(file_name: str, image_id: int) -> dict[str, Any]:
+    with open_image(file_name) as file:
+        size = {"height": file.height, "width": file.width}
+    return {"file_name": file_name, "image_id": image_id, **size}
 
 
 @exit_on_error
@@ -40,20 +46,17 @@ def main() -> None:
     parser.add_argument("--opts", nargs=argparse.REMAINDER, default=[], metavar="KEY VALUE")
     args = parser.parse_args()
     setup_logger(name="d2_memfit")
-    settings = Settings.from_cfg(load_tiled_cfg(args.config_file, args.opts), trains=False)
-    cfg = settings.cfg
+    cfg = load_cfg(args.config_file, args.opts, [add_tiled_config])
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE)
     check_outputs([args.output], [args.config_file, cfg.MODEL.WEIGHTS, *args.input])
-    enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
-    model = build_model(cfg).eval()
+    model, merge = Trainer.build_model(cfg).eval(), TileMerger()
+    images = [image_of(file, number) for number, file in enumerate(args.input, start=1)]
+    tiles = tiles_of(images, cfg.TILES.SIZE, cfg.TILES.OVERLAP)
     load_whole_model(model, cfg.MODEL.WEIGHTS)
-    predictor = TiledPredictor(cfg, model)
-    with (
-        ready_to_evaluate(model, cfg),
-        recovering_inference(model, settings.recovery),
-        results_file(args.output) as write,
-    ):
-        for image_id, file_name in enumerate(args.input, start=1):
-            write(to_coco(found, image_id) for found in predictor.detect(file_name))
+    mapper, workers = TileMapper(cfg, is_train=False), cfg.DATALOADER.NUM_WORKERS
+    with evaluating(cfg, model), torch.no_grad(), results_file(args.output) as write:
+        for inputs in build_detection_test_loader(tiles, mapper=mapper, num_workers=workers):
+            write(merge(inputs[0], model(inputs)[0]))
     print(f"Written: {args.output}")
 
 

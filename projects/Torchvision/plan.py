@@ -15,7 +15,7 @@ from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from train_detection import detection_losses
 
 from d2_memfit import Job, plan_memory
-from d2_memfit.planner.text import describe_plan
+from d2_memfit.planner.text import answer_of_plan
 
 
 def build_model() -> nn.Module:
@@ -38,7 +38,7 @@ def main() -> None:
         batch=([torch.zeros(3, 800, 1333)], [target]),
         loss_fn=detection_losses,
     )
-    print(describe_plan(plan_memory(job, budget_gb=args.budget_gb)))
+    print(answer_of_plan(plan_memory(job, budget_gb=args.budget_gb)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ RUN = {
     *("name", "card", "images_per_gpu", "measured_mib", "typical_mib", "predicted_mib"),
     *("range_mib", "inside", "ended", "oom", "seconds", "assumed", "not_rebuilt"),
 }
-OOM_KEYS = {"case", "iteration", "tried_mib", "total_mib", "held_by_others_mib", "fits"}
+OOM_KEYS = {"case", "iteration", "tried_mib", "total_mib", "free_mib", "allocated_mib"}
+OOM_KEYS |= {"reserved_mib", "process_mib", "held_by_others_mib", "fits"}
 
 
 def messages(*end, **keys):

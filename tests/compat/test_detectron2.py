@@ -22,7 +22,6 @@ NAMES = {
     ),
     "detectron2.data.samplers.TrainingSampler._infinite_indices": ("self",),
     "detectron2.evaluation.COCOEvaluator._derive_coco_results": ("self", "eval", "task", "names"),
-    "detectron2.layers.mask_ops._do_paste_mask": ("masks", "boxes", 1, 1, False),
     "detectron2.utils.comm._LOCAL_PROCESS_GROUP": None,
     "detectron2.utils.events._CURRENT_STORAGE_STACK": None,
     "fvcore.common.checkpoint.Checkpointer._load_file": ("self", "file"),

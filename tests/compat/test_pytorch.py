@@ -20,6 +20,7 @@ NAMES = {
     "torch.nn.modules.batchnorm._BatchNorm": None,
     "torch.nn.modules.conv._ConvNd": None,
     "torch.nn.modules.utils._pair": (1,),
+    "torch._utils._take_tensors": ("tensors", "size_limit"),
     "torch.utils._device.DeviceContext.__init__": ("self", "device"),
     "torch.utils._device._device_constructors": (),
     "torch.utils._python_dispatch.TorchDispatchMode": None,

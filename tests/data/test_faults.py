@@ -1,9 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Faults of dataset dicts and image files: each is found, counted and named."""
 
-import copy
-import time
-
 import numpy as np
 import pytest
 from detectron2.structures import BoxMode
@@ -83,42 +80,36 @@ def test_nothing_is_said_of_what_is_good():
     assert warnings_of(anywhere) == []
 
 
-BAD_CODE = "masks are mappings without the size and counts of a run-length code"
+BAD_BOX = "boxes have a NaN, an infinity or no area"
+BAD_MASK = "masks are not polygons of pairs of numbers, and not run-length codes of"
 BAD_POLYGON = "objects have a polygon with a corner that is NaN"
 NO_BOX = "objects have a bbox that is not four numbers"
 BAD_CLASS = "objects have a category_id that is not an integer from 0 up"
 WRONG = [
-    ({"bbox": [NAN, 1, 2, 3]}, "boxes have a NaN or infinity"),
-    ({"bbox": [1, 1, float("inf"), 3]}, "boxes have a NaN or infinity"),
-    ({"bbox": [9, 9, -4, 3]}, "boxes have a negative width or height"),
-    ({"bbox": [9, 9, 4, 3], "bbox_mode": BoxMode.XYXY_ABS}, "boxes have a negative width or"),
+    ({"bbox": [NAN, 1, 2, 3]}, BAD_BOX),
+    ({"bbox": [9, 9, -4, 3]}, BAD_BOX),
+    ({"bbox": [9, 9, 4, 3], "bbox_mode": BoxMode.XYXY_ABS}, BAD_BOX),
+    ({"bbox": [9, 9, 1e-30, 5]}, BAD_BOX),
     ({"bbox": [12, 9, 20, 18]}, "boxes exceed their image, but would fit it as [x0, y0, x1, y1]"),
     ({"bbox": [40, 9, 5, 5]}, "boxes exceed their image. Detectron2's"),
     ({"bbox": [-9, 9, 15, 5]}, "boxes exceed their image. Detectron2's"),
     ({"bbox": [9, 9, 40, 15], "bbox_mode": BoxMode.XYXY_ABS}, "boxes exceed their image. Det"),
     ({"bbox": [0.1, 0.2, 0.5, 0.5]}, "boxes have numbers from 0 to 1"),
-    ({"bbox": [9, 9, 1.5, 1]}, "boxes are smaller than 2 pixels"),
-    ({"bbox": [9, 9, 1e9, 5]}, "boxes exceed their image. Det"),
-    ({"bbox": [9, 9, 1e-30, 5]}, "boxes have no area"),
     ({"bbox": [9, 9, 4]}, NO_BOX),
     ({"bbox": ...}, NO_BOX),
     ({"bbox": "9 9 4 4"}, NO_BOX),
     ({"category_id": 2}, "objects have a category_id outside 0 to 1 (2), while MODEL.ROI_HEADS."),
     ({"category_id": -1}, BAD_CLASS),
-    ({"category_id": ...}, BAD_CLASS),
     ({"category_id": "coin"}, BAD_CLASS),
     ({"segmentation": ...}, "objects have no mask"),
-    ({"segmentation": [[*TRIANGLE, 1]]}, "masks have a polygon with an odd number of coordinates"),
+    ({"segmentation": [[*TRIANGLE, 1]]}, BAD_MASK),
     ({"segmentation": code_of()}, "masks are run-length codes. Set it to bitmask"),
-    ({"segmentation": code_of((30, 20))}, "masks are run-length codes of another size than"),
-    ({"segmentation": {"size": [20, 30]}}, BAD_CODE),
-    ({"segmentation": {"size": [20, 30], "counts": b"`4X"}}, BAD_CODE),  # cut off
-    ({"segmentation": {"size": [20, 30], "counts": [100, 8, 400]}}, BAD_CODE),  # too few pixels
-    ({"segmentation": {"size": [], "counts": [600]}}, BAD_CODE),
-    ({"segmentation": True}, BAD_POLYGON),
+    ({"segmentation": code_of((30, 20))}, BAD_MASK),
+    ({"segmentation": {"size": [20, 30]}}, BAD_MASK),
+    ({"segmentation": {"size": [20, 30], "counts": b"`4X"}}, BAD_MASK),  # cut off
+    ({"segmentation": {"size": [20, 30], "counts": [100, 8, 400]}}, BAD_MASK),  # too few pixels
     ({"segmentation": "abc"}, BAD_POLYGON),
     ({"segmentation": [[10**400, *TRIANGLE[1:]]]}, BAD_POLYGON),
-    ({"segmentation": [[[1, 2]] * 6]}, BAD_POLYGON),
 ]
 
 
@@ -130,21 +121,8 @@ def test_a_fault_is_counted_and_the_first_is_named(change, message):
     assert "\n" not in line
 
 
-WRONG_BOXES = {
-    "corners": [12, 9, 20, 18],
-    "outside": [40, 9, 5, 5],
-    "fractions": [0.1, 0.2, 0.5, 0.5],
-    "tiny": [9, 9, 1, 1],
-    "nan": [NAN, 1, 2, 3],
-    "negative": [9, 9, -4, 3],
-    "empty": [9, 9, 0, 3],
-    "three": [1, 2, 3],
-}
-
-
-@pytest.mark.parametrize("fault", WRONG_BOXES)
-def test_it_is_an_error_if_most_boxes_are_wrong(fault):
-    wrong = [annotation(bbox=WRONG_BOXES[fault])] * 4
+def test_it_is_an_error_if_most_boxes_are_wrong():
+    wrong = [annotation(bbox=[9, 9, 0, 3])] * 4
     with pytest.raises(DataError, match=r"^mine: 4 of 7 ") as e:
         check(look_at_annotations(dicts_of(*wrong)), {"box"}, "mine: ")
     assert str(e.value).count(" of b.png, bbox [") == 3  # examples
@@ -166,16 +144,6 @@ def test_a_fault_of_masks_is_an_error_in_a_coco_file_which_can_be_corrected():
     check(summary, {"mask"})
     with pytest.raises(DataError, match="1 of 4 objects have no mask"):
         check(summary, {"mask"}, in_file=True)
-
-
-@pytest.mark.slow
-def test_an_image_with_more_objects_than_can_be_compared_is_refused_in_seconds():
-    start = time.process_time()
-    summary = look_at_annotations(dicts_of(*[annotation()] * 100_000))
-    with pytest.raises(DataError, match=r"more than 50,000 objects.*: b\.png, 100,000 objects"):
-        check(summary, {"crowd"})
-    assert time.process_time() - start < 10
-    check(look_at_annotations(dicts_of(*[annotation()] * 2000)), {"crowd"})
 
 
 def test_images_with_objects_are_counted_without_those_of_crowds():
@@ -211,8 +179,7 @@ def save_turned(image, file):
             lambda image, file: file.write_bytes(b""),
             "1 of 2 opened images cannot be decoded",
         ),
-        ("jpg", lambda image, file: file.write_text("no image"), "cannot be decoded"),
-        ("jpg", lambda image, file: file.mkdir(), "1.jpg cannot be read (it is not a file)"),
+        ("jpg", lambda image, file: file.mkdir(), "1 of 2 images do not exist"),
         ("jpg", lambda image, file: image.resize((9, 9)).save(file), "has (9, 9) pixels of width"),
         ("jpg", save_turned, "another size than their dict says. Detectron2 rotates"),
         ("png", save_turned, "another size than their dict says"),
@@ -251,19 +218,3 @@ def test_names_command_no_terminal(tmp_path):
     boxes, missing = warnings_about(None, summary, None)
     assert r"a\n\x1b[31m.png, bbox [nan, nan, nan, nan]" in boxes
     assert missing.endswith(r"a\n\x1b[31m.png")
-
-
-@pytest.mark.exhaustive
-def test_as_many_annotations_as_coco_has_take_ten_seconds_at_most():
-    """Of CPU. The annotations are shared objects here, which makes no difference to it."""
-    corners = [float(i % 40) for i in range(46)]
-    objects = [annotation(segmentation=[copy.copy(corners)], bbox_mode=1) for _ in range(8)]
-    image = {"height": 480, "width": 640}
-    dicts = [
-        {**image, "file_name": f"{i}.jpg", "annotations": objects[: 8 if i % 10 else 1]}
-        for i in range(118_000)
-    ]
-    start = time.process_time()
-    summary = look_at_annotations(dicts)
-    assert time.process_time() - start < 10
-    assert summary.num_objects > 860_000

@@ -6,18 +6,14 @@ from made_up_logs import config_text
 
 from d2_memfit.errors import ConfigError
 from d2_memfit.explain.rebuild import Help
-from d2_memfit.explain.records import LoggedRun, Progress
-from d2_memfit.explain.verdict import Predictions, plan_for
+from d2_memfit.explain.records import LoggedRun
+from d2_memfit.explain.verdict import plan_for, predict_run
 
 
 @pytest.fixture(scope="module")
 def prediction():
     run = LoggedRun(config_text=config_text(INPUT__MIN_SIZE_TRAIN=[256], INPUT__MAX_SIZE_TRAIN=640))
-    return Predictions(Help())("run 1", run)[0]
-
-
-def run_with(peak, iteration=500, **more):
-    return LoggedRun(progress=[Progress(iteration, 0.1, peak)], **more)
+    return predict_run(run, Help())[0]
 
 
 @pytest.mark.slow
@@ -35,6 +31,6 @@ def test_a_plan_is_for_the_card_of_the_log_or_another(prediction):
 def test_a_plan_has_room_for_what_was_measured(prediction):
     worst = prediction.estimate.peak_allocated_gb * 1024
     plain = plan_for(LoggedRun(), prediction, "8GB")
-    more = plan_for(run_with(worst + 300), prediction, "8GB")
+    more = plan_for(LoggedRun(peak_mib=worst + 300), prediction, "8GB")
     difference = more.estimate.peak_allocated_gb - plain.estimate.peak_allocated_gb
     assert difference == pytest.approx(300 / 1024, rel=0.05)

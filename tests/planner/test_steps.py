@@ -24,15 +24,15 @@ def test_gradients_of_earlier_micro_batches_count_at_a_peak_of_the_forward():
     peaks = []
     for micro_batch in (4, 2):  # the whole batch, and the second half of it
         job = job_of(**{"MEMFIT.MICRO_BATCH": micro_batch})
-        peaks.append(DryJob(job, DeviceModel.load("cpu"), evaluates=False).training.peak())
-    gradients = sum(p.nbytes for p in steps.build(job)[0].parameters() if p.requires_grad)
+        peaks.append(DryJob(job, DeviceModel.load("cpu"), evaluates=False).whole().peak())
+    gradients = steps.Session(job).gradient_bytes
     assert [peak["gradients"] for peak in peaks] == [0, gradients]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_zero_keeps_an_equal_share_of_the_optimizers_parameters(ranks):
     whole, share = (
-        [p.numel() for group in steps.build(job)[1].param_groups for p in group["params"]]
+        [p.numel() for group in steps.Session(job)._optimizer.param_groups for p in group["params"]]
         for job in (job_of(ranks), job_of(ranks, **{"MEMFIT.OPTIMIZER.ZERO": True}))
     )
     assert 1 <= ranks * sum(share) / sum(whole) < 1.1

@@ -97,14 +97,6 @@ def test_all_branches_get_proposals_on_the_objects_of_their_image():
     assert storage.latest()["roi_head/num_fg_samples"][0] == quota
 
 
-def test_no_anchor_is_ignored():
-    model = tiny_model(tiny_cfg("retinanet"))
-    overlaps = torch.tensor([[0.0, 0.45, 0.6]])
-    with worst_case(model, not_to_be_noted):
-        assert model.anchor_matcher(overlaps)[1].tolist() == [0, 0, 1]
-    assert model.anchor_matcher(overlaps)[1].tolist() == [0, -1, 1]
-
-
 def test_an_evaluation_has_all_that_may_be_detected():
     cfg = tiny_cfg("mask_rcnn")
     cfg.TEST.DETECTIONS_PER_IMAGE = 7
@@ -121,7 +113,7 @@ def test_an_evaluation_has_all_that_may_be_detected():
 
 
 class OtherGenerator(nn.Module):
-    """As CenterNet2's, which has other fields, and its limits in another object."""
+    """One that has other fields, and its limits in another object."""
 
     def __init__(self, limits):
         super().__init__()
@@ -137,7 +129,7 @@ class OtherGenerator(nn.Module):
         return found, {}
 
 
-LIMITS = {"post_nms_topk_train": 70, "post_nms_topk_test": 30}
+LIMITS = {"post_nms_topk": {True: 70, False: 30}}
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -188,43 +180,6 @@ def test_other_proposals_are_left_alone_and_that_is_said(case):
     }
     if case == "no limit":
         assert [len(p) for p in calls[0][2]] == [0, 1]
-
-
-class MasksOfDetections(nn.Module):
-    """CenterMask: its heads get detections in evaluation, and add masks."""
-
-    def __init__(self, backbone, roi_heads):
-        super().__init__()
-        self.backbone, self.roi_heads = backbone, roi_heads
-        self.proposal_generator = OtherGenerator(LIMITS)
-        self.num = 0
-
-    def forward(self, batch):
-        pixels = ImageList.from_tensors([d["image"].float() for d in batch], 32)
-        features = self.backbone(pixels.tensor)
-        found = [Instances(size) for size in pixels.image_sizes]
-        for p in found:
-            p.pred_boxes, p.scores = Boxes(torch.zeros(0, 4)), torch.zeros(0)
-            p.pred_classes = torch.zeros(0, dtype=torch.int64)
-        return self.roi_heads(None, features, found)
-
-
-class MaskHeads(nn.Module):
-    def __init__(self, heads):
-        super().__init__()
-        self.heads = heads
-
-    def forward(self, images, features, proposals):
-        found = self.heads.forward_with_given_boxes(features, proposals)
-        return [{"instances": instances} for instances in found]
-
-
-def test_heads_that_only_add_masks_get_as_many_detections_as_there_may_be():
-    rcnn = tiny_model(tiny_cfg("mask_rcnn")).eval()
-    model = MasksOfDetections(rcnn.backbone, MaskHeads(rcnn.roi_heads)).eval()
-    with torch.no_grad(), worst_case(model, not_to_be_noted):
-        (result,) = model(images(1))
-    assert result["instances"].pred_masks.shape[:2] == (30, 1)
 
 
 @pytest.mark.parametrize("kind", ["an argument more", "other lists"])

@@ -10,8 +10,6 @@ from d2_memfit.predict.tiles import Grid
     ("length", "size", "overlap", "starts"),
     [
         (1000, 512, 102, [0, 410, 488]),  # as sahi.slicing.get_slice_bboxes gives them
-        (1023, 512, 1, [0, 511]),
-        (512, 512, 100, [0]),
         (100, 512, 100, [0]),
         (513, 512, 511, [0, 1]),
     ],

@@ -53,18 +53,6 @@ def test_objects_of_two_categories_in_one_place_stay_two():
     assert found[0].box.tolist() == box.tolist()  # whole in both: what the better one says
 
 
-def test_objects_come_as_soon_as_no_later_tile_can_show_them():
-    grid = Grid(10_000, 100, 100, 20)
-    merger = SeamMerger(grid, 0.5)
-    kept = []
-    for i in range(len(grid)):
-        tile = grid[i]
-        spot = Detection(np.array([40.0, tile.y0 + 40, 50, tile.y0 + 50]), 0.5, 0)
-        kept.append(sum(map(len, merger._parts.values())))
-        list(merger.add(tile, [spot]))
-    assert max(kept) <= 2
-
-
 def merged(grid, found_in_tiles):
     """All objects of a row of tiles."""
     merger = SeamMerger(grid, 0.5)

@@ -30,15 +30,9 @@ def configs_of(kind="boxes", patches=4, **kwargs):
     patch = CONFIGS[kind].model_fields["patch_size"].default
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model_config = CONFIGS[kind](
-            pretrain_weights=None,
-            num_classes=1,
-            resolution=patches * patch,
-            positional_encoding_size=patches,
-            num_queries=30,
-            num_select=30,
-            group_detr=2,
-        )
+        geometry = {"resolution": patches * patch, "positional_encoding_size": patches}
+        queries = {"num_queries": 30, "num_select": 30, "group_detr": 2}
+        model_config = CONFIGS[kind](pretrain_weights=None, num_classes=1, **geometry, **queries)
     options = {"amp_dtype": None, "optimizer": "sgd", "lr": 0.05, "lr_encoder": 0.05}
     options.update(batch_size=NUM_IMAGES, multi_scale=False, warmup_epochs=0, seed=None)
     options.update(kwargs)
@@ -61,15 +55,14 @@ def samples(model_config, num):
     return [sample(i, model_config) for i in range(num)]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("boxes", marks=pytest.mark.long), "masks"])
-def test_the_estimate_has_the_bytes_of_a_computed_step(kind, computing):
-    model_config, train_config = configs_of(kind)
+def test_the_estimate_has_the_bytes_of_a_computed_step(computing):
+    model_config, train_config = configs_of("masks")
     job = job_of(model_config, train_config, 5, "cpu")
     dry = Session(job).train(job.training_batch())
     computing()
     computed = Session(job).train(job.training_batch())
     peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
-    print(f"{kind}: {peak:,} bytes estimated, {expected:,} computed")
+    print(f"{peak:,} bytes estimated, {expected:,} computed")
     assert peak == pytest.approx(expected, rel=0.005)
 
 
@@ -130,18 +123,16 @@ def test_micro_batches_train_what_rfdetr_trains(tmp_path):
     off = relative_difference(cut, expected) / relative_difference(before, expected)
     print(f"{off:.0e} of the way from rfdetr's own training")
     assert off < 1e-4
-    for name in ("loss", "loss_ce", "loss_bbox", "loss_giou"):
-        values = [float(t.callback_metrics[f"train/{name}"]) for t in (ours, plain)]
-        assert values[0] == pytest.approx(values[1], rel=1e-4)
+    values = [float(t.callback_metrics["train/loss"]) for t in (ours, plain)]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
+def test_an_injected_error_leaves_no_trace(tmp_path, monkeypatch):
     # TorchScript optimises a function after its first call, and a sum may differ in a bit.
     for name in ("dice_loss", "sigmoid_ce_loss"):
         monkeypatch.setattr(criterion, f"{name}_jit", getattr(criterion, name))
-    options = {"config": {"kind": kind}, "device": "cpu", "memfit": {"oom": {"policy": "split"}}}
+    options = {"config": {"kind": "masks"}, "device": "cpu", "memfit": {"oom": {"policy": "split"}}}
     counting = Injector([10**9])
     # Later steps may have others, when TorchScript has optimized what it has seen.
     trained(tmp_path, InjectedModule, counting, num_steps=1, **options)
@@ -155,24 +146,8 @@ def test_an_injected_error_leaves_no_trace(kind, tmp_path, monkeypatch):
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def test_techniques_of_a_plan_are_applied(tmp_path):
-    _, expected, plain = trained(tmp_path, WindowModule, device="cpu")
-    settings = {"checkpoint": {"modules": ["backbone.0.encoder.*.layer.*"]}}
-    _, actual, ours = trained(tmp_path, WindowModule, device="cpu", memfit=settings)
-    assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    path = "model.backbone.0.encoder.encoder.encoder.layer.0"
-    layers = [t.lightning_module.get_submodule(path) for t in (plain, ours)]
-    assert ["forward" in vars(layer) for layer in layers] == [False, True]  # is recomputed
-
-
 def test_settings_that_do_not_go_together_are_errors(tmp_path):
     with pytest.raises(ConfigError, match="rfdetr trains in 64-true, and the job in"):
         trained(tmp_path, WindowModule, device="cpu", precision="64-true")
     with pytest.raises(ConfigError, match="grad_accum_steps must be 1"):
         trained(tmp_path, WindowModule, device="cpu", batches=2)
-    states = {"optimizer": {"states_8bit": True}}
-    with pytest.raises(ConfigError, match="the job changes rfdetr's optimizer"):
-        trained(tmp_path, WindowModule, config={"optimizer": "adamw"}, device="cpu", memfit=states)
-    model_config, train_config = configs_of(compute_train_metrics=True)
-    with pytest.raises(ConfigError, match="compute_train_metrics"):
-        WindowModule(model_config, train_config, job_of(model_config, train_config, 5, "cpu"))

@@ -6,11 +6,9 @@ import copy
 import pytest
 import torch
 from d2_transformers import Trainer
-from d2_transformers.build import _size_of
 from d2_transformers.data import ResizeSquare, build_mapper
-from d2_transformers.families import FAMILIES
 from detectron2.data import DatasetCatalog
-from detectron2.structures import BitMasks, Boxes, Instances, PolygonMasks
+from detectron2.structures import Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
 from tiny import images, parameters, relative_difference, tiny_model
 from tiny_transformers import (
@@ -43,22 +41,13 @@ def made(kind="rf_detr", has_masks=False, **keys):
     return tiny_model(cfg)
 
 
-def loss_of_transformers(model, call):
-    """What the model's own output says that its loss is, while ``call`` runs."""
-    found = []
-    hook = model.model.register_forward_hook(lambda module, args, output: found.append(output.loss))
-    try:
-        losses = call()
-    finally:
-        hook.remove()
-    return losses, found[0]
-
-
 @EACH_MODEL
 def test_the_losses_add_up_to_that_of_transformers_and_reach_all_parameters(kind, has_masks):
     model = made(kind, has_masks)
-    losses, expected = loss_of_transformers(model, lambda: model(images(2)))
-    total = sum(losses.values())
+    outputs = []
+    model.model.register_forward_hook(lambda module, args, output: outputs.append(output))
+    losses = model(images(2))
+    total, expected = sum(losses.values()), outputs[0].loss
     assert all(name.startswith("loss_") for name in losses)
     assert total.item() == pytest.approx(expected.item(), rel=1e-6)
     total.backward()
@@ -74,8 +63,8 @@ def test_a_window_has_the_gradient_of_one_forward(kind, has_masks, monkeypatch):
     """With 9, 1 and no objects. RT-DETR draws other denoising queries in each forward."""
     draw_the_same_for_each_row(monkeypatch)
     batch = [images(1, first=i, num_instances=n)[0] for i, n in enumerate((9, 1, 0))]
-    gradients = []
-    for batches, policy in (([batch], "window"), *((cut(batch), p) for p in ("window", "off"))):
+    gradients, cut = [], [[image] for image in batch]
+    for batches, policy in (([batch], "window"), (cut, "window"), (cut, "off")):
         model = made(kind, has_masks)
         sgd = torch.optim.SGD(model.parameters(), lr=0.0)
         options = NormalizerOptions(policy)
@@ -91,10 +80,6 @@ def test_a_window_has_the_gradient_of_one_forward(kind, has_masks, monkeypatch):
     assert relative_difference(off, full) > 0.02
 
 
-def cut(batch):
-    return [[image] for image in batch]
-
-
 @EACH_MODEL
 def test_evaluation_gives_instances_in_the_size_of_the_file(kind, has_masks):
     model = made(kind, has_masks).eval()
@@ -107,14 +92,9 @@ def test_evaluation_gives_instances_in_the_size_of_the_file(kind, has_masks):
         found = output["instances"]
         assert found.image_size == (90, 130)
         assert len(found) == NUM_QUERIES  # of one class
-        boxes = found.pred_boxes.tensor
-        assert (boxes >= 0).all()
-        assert (boxes[:, 2] <= 130).all()
-        assert (boxes[:, 3] <= 90).all()
         assert found.has("pred_masks") == has_masks
         if has_masks:
             assert found.pred_masks.shape == (NUM_QUERIES, 90, 130)
-            assert found.pred_masks.dtype == torch.bool
 
 
 @pytest.mark.parametrize("kind", ["mask2former", "rf_detr"])
@@ -128,37 +108,25 @@ def test_the_host_keeps_a_byte_for_each_pixel_of_20_megapixels(kind):
     assert NUM_QUERIES * pixels < timeline.host_bytes < (NUM_QUERIES + 7) * pixels
 
 
-@pytest.mark.parametrize("kind", ["rt_detr_v2", "mask2former"])
-def test_padding_does_not_move_what_is_found(kind):
+def test_padding_does_not_move_what_is_found():
     """A model whose queries find the whole image finds that image in a padded batch as well."""
-    has_masks = kind == "mask2former"
-    model = made(kind, has_masks, RESOLUTION=0).eval()
+    model = made("rt_detr_v2", RESOLUTION=0).eval()
     small, large = images(1, size=64)[0], images(1, size=96)[0]
 
-    def whole_image(module, args, kwargs, output):
-        height, _ = kwargs.get("pixel_values", args[0] if args else None).shape[-2:]
-        if has_masks:
-            logits = torch.full_like(output.masks_queries_logits, -1.0)
-            step = height // logits.shape[-2]
-            logits[0, :, : 64 // step, : 64 // step] = 1
-            output.masks_queries_logits = logits
-        else:
-            part = 64 / height
-            output.pred_boxes = torch.tensor([part / 2, part / 2, part, part]).expand_as(
-                output.pred_boxes
-            )
-        return output
+    def whole_image(module, args, output):
+        part = 64 / 96
+        box = torch.tensor([part / 2, part / 2, part, part])
+        output.pred_boxes = box.expand_as(output.pred_boxes)
 
-    model.model.register_forward_hook(whole_image, with_kwargs=True)
+    model.model.register_forward_hook(whole_image)
     with torch.no_grad():
         found = model([small, large])[0]["instances"]
-    torch.testing.assert_close(
-        found.pred_boxes.tensor[0], torch.tensor([0.0, 0.0, 64.0, 64.0]), atol=1e-3, rtol=0
-    )
+    expected = torch.tensor([0.0, 0.0, 64.0, 64.0])
+    torch.testing.assert_close(found.pred_boxes.tensor[0], expected, atol=1e-3, rtol=0)
 
 
 def test_the_targets_are_those_of_the_mapper(coins):
-    """Boxes relative to the image, masks in its resolution, also where images are resized."""
+    """Boxes relative to the image, masks in its resolution."""
     cfg = tiny_transformers_cfg(has_masks=True)
     mapper = build_mapper(cfg, is_train=True)
     data = mapper(copy.deepcopy(DatasetCatalog.get("coins_train")[0]))
@@ -172,14 +140,7 @@ def test_the_targets_are_those_of_the_mapper(coins):
     polygons.gt_boxes = Boxes(torch.tensor([[32.0, 0, 64, 128]]))
     polygons.gt_classes = torch.tensor([0])
     polygons.gt_masks = PolygonMasks([[torch.tensor([32.0, 0, 64, 0, 64, 128, 32, 128]).numpy()]])
-    half = Instances((64, 64))
-    half.gt_boxes = Boxes(torch.tensor([[16.0, 0, 32, 64]]))
-    half.gt_classes = torch.tensor([0])
-    mask = torch.zeros(1, 64, 64, dtype=torch.bool)
-    mask[:, :, 16:32] = True
-    half.gt_masks = BitMasks(mask)
-    small = {"image": torch.zeros(3, 64, 64), "instances": half}
-    model([data, {"image": data["image"], "instances": polygons}, small])
+    model([data, {"image": data["image"], "instances": polygons}])
     (found,) = labels
     assert len(found[0]["boxes"]) == len(data["instances"])
     for of_image in found[1:]:
@@ -216,21 +177,6 @@ def test_a_real_step_has_the_peak_of_a_dry_one(kind, has_masks):
     assert meter.peak_bytes == pytest.approx(sum(dry_job.training.peak().values()), rel=0.025)
 
 
-def test_the_average_follows_the_weights_and_is_what_is_evaluated():
-    model = made(EMA_DECAY=0.5, EMA_TAU=1e-9)
-    assert model.best_model is model.model  # nothing has been averaged
-    before = parameters(model.ema.module)
-    model.ema.update_parameters(model.model)
-    with torch.no_grad():
-        for parameter in model.model.parameters():
-            parameter.add_(1.0)
-    model.ema.update_parameters(model.model)
-    assert model.best_model is model.ema.module
-    for name, value in parameters(model.ema.module).items():
-        torch.testing.assert_close(value, before[name] + 0.5)
-    assert not any(p.requires_grad for p in model.ema.parameters())
-
-
 @EACH_MODEL
 def test_what_is_saved_is_loaded_by_transformers_and_by_the_config(kind, has_masks, tmp_path):
     model = made(kind, has_masks)
@@ -263,87 +209,21 @@ def test_weights_that_leave_the_backbone_random_are_an_error_that_names_layers(t
     cfg.TRANSFORMERS.OPTIONS.append(["backbone_config", dinov2])
     other = tiny_model(cfg, seed=1)
     before = parameters(other)
-    with pytest.raises(ConfigError) as error:
+    message = "2 layers of the backbone random.*position_embeddings is 1x65x32 in the weights, and"
+    with pytest.raises(ConfigError, match=message):
         other.load_pretrained(str(tmp_path))
-    embeddings = "backbone.backbone.embeddings."
-    for part in (
-        "would leave 2 layers of the backbone random",
-        f"{embeddings}position_embeddings is 1x65x32 in the weights, and 1x257x32 in the model",
-        f"{embeddings}patch_embeddings.projection.weight is 32x3x16x16 in the weights, and 32x3x8",
-        "Set TRANSFORMERS.SIZE to the config.json of these weights",
-    ):
-        assert part in str(error.value)
     assert relative_difference(parameters(other), before) == 0
-
-
-# rf-detr's config.py: patch, windows, resolution, layers of the decoder, queries. Of seg_large it
-# takes 200 of the 300 queries in the weights.
-RELEASED = {
-    "nano": (16, 2, 384, 2, 300),
-    "small": (16, 2, 512, 3, 300),
-    "medium": (16, 2, 576, 4, 300),
-    "large_2026": (16, 2, 704, 4, 300),
-    "seg_preview": (12, 2, 432, 4, 200),
-    "seg_nano": (12, 1, 312, 4, 100),
-    "seg_small": (12, 2, 384, 4, 100),
-    "seg_medium": (12, 2, 432, 5, 200),
-    "seg_large": (12, 2, 504, 5, 300),
-    "seg_xlarge": (12, 2, 624, 6, 300),
-    "seg_2xlarge": (12, 2, 768, 6, 300),
-}
-
-
-@pytest.mark.parametrize("size", RELEASED)
-def test_released_rf_detrs_have_all_shapes_of_their_weights(size):
-    patch, windows, resolution, layers, queries = RELEASED[size]
-    backbone = {
-        "model_type": "rf_detr_dinov2",
-        "hidden_size": 384,
-        "num_attention_heads": 6,
-        "out_features": ["stage3", "stage6", "stage9", "stage12"],
-        "image_size": resolution,
-        "num_windows": windows,
-        "patch_size": patch,
-    }
-    has_masks = size.startswith("seg")
-    config = transformers.RfDetrConfig(
-        backbone_config=backbone,
-        decoder_layers=layers,
-        decoder_n_points=2,
-        num_queries=queries,
-        num_labels=91,
-        **({"class_loss_coefficient": 5.0} if has_masks else {}),
-    )
-    name = FAMILIES["rf_detr"].mask_class if has_masks else FAMILIES["rf_detr"].box_class
-    cfg = tiny_transformers_cfg("rf_detr", has_masks)
-    cfg.MODEL.ROI_HEADS.NUM_CLASSES, cfg.MODEL.DEVICE = 91, "meta"
-    cfg.TRANSFORMERS.SIZE, cfg.TRANSFORMERS.RESOLUTION = size, resolution
-    cfg.TRANSFORMERS.OPTIONS, cfg.TRANSFORMERS.NUM_QUERIES = [], 0
-    with torch.device("meta"):
-        model, released = tiny_model(cfg), getattr(transformers, name)(config)
-    shapes = {n: p.shape for n, p in released.state_dict().items()}
-    assert {n: p.shape for n, p in model.model.state_dict().items()} == shapes
-    (embedding,) = (shape for n, shape in shapes.items() if n.endswith("position_embeddings"))
-    assert embedding == (1, (resolution // patch) ** 2 + 1, 384)
-    assert _size_of(config) == f"{size}, the size of these weights"
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"TYPE": "yolo"}, "TRANSFORMERS.TYPE must be 'rf_detr', "),
-        (
-            {"SIZE": "huge"},
-            "TRANSFORMERS.SIZE must be nano, small, base, medium, large, large_2026, seg_preview, "
-            "seg_nano, seg_small, seg_medium, seg_large, seg_xlarge, seg_2xlarge, or a config.json",
-        ),
-        ({"RESOLUTION": 100}, "has 100 pixels, which must be divisible by 32"),
+        ({"SIZE": "huge"}, "SIZE must be nano, small, base, .* or a folder with a config.json"),
+        ({"RESOLUTION": 100}, "RESOLUTION must be divisible by 32"),
         ({"NUM_QUERIES": 65}, "TRANSFORMERS.NUM_QUERIES must be at most 64, the patches of an im"),
-        ({"OPTIONS": [["dropuot", 0.1]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
-        ({"OPTIONS": ["dropout"]}, "TRANSFORMERS.OPTIONS must be a list of pairs"),
+        ({"OPTIONS": [["dropuot", 0]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
         ({"MULTI_SCALE_STEPS": 4}, "must be less than TRANSFORMERS.RESOLUTION, got 128"),
-        ({"EMA_DECAY": 1.0}, "TRANSFORMERS.EMA_DECAY must be a number from 0, less than 1"),
-        ({"FREEZE": ["body"]}, "TRANSFORMERS.FREEZE: no module of the model matches 'body'"),
     ],
 )
 def test_values_that_cannot_work(keys, message):

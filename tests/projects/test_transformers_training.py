@@ -8,10 +8,7 @@ import torch
 from d2_transformers import Trainer
 from detectron2.utils.env import seed_all_rng
 from forks import run_forked
-from tiny import (
-    ROOT,
-    read_metrics,
-)
+from tiny import ROOT, read_metrics
 from tiny_transformers import tiny_transformers_cfg
 
 transformers = pytest.importorskip("transformers")
@@ -20,18 +17,18 @@ pytestmark = pytest.mark.slow
 PROJECT = ROOT / "projects" / "Transformers"
 
 
-def train(config, coins, *options, before=(), timeout_s=180):
+def train(config, coins, *options):
     arguments = ["--config-file", config]
     for split in ("train", "val"):
         arguments += ["--coco", f"coins_{split}", coins / f"{split}.json", coins / split]
     script = PROJECT / "train_transformers.py"
-    result = run_forked(*before, script, *arguments, *options, timeout_s=timeout_s)
+    result = run_forked(script, *arguments, *options, timeout_s=180)
     assert result.returncode == 0, result.stderr[-4000:]
     return result.stdout
 
 
-def tiny_config(folder, kind, has_masks):
-    cfg = tiny_transformers_cfg(kind, has_masks)
+def tiny_config(folder):
+    cfg = tiny_transformers_cfg("rf_detr", has_masks=True)
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("coins_train",), ("coins_val",)
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS = 2, 2
     cfg.SOLVER.MAX_ITER = 2
@@ -43,15 +40,9 @@ def tiny_config(folder, kind, has_masks):
     return file
 
 
-@pytest.mark.parametrize(
-    ("kind", "has_masks"),
-    [
-        pytest.param("rf_detr", True, marks=pytest.mark.long),
-        pytest.param("rt_detr_v2", False, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_job_trains_in_a_budget_is_resumed_saved_and_evaluated(kind, has_masks, tmp_path, coins):
-    config = tiny_config(tmp_path, kind, has_masks)
+@pytest.mark.long
+def test_a_job_trains_in_a_budget_is_resumed_saved_and_evaluated(tmp_path, coins):
+    config = tiny_config(tmp_path)
     folder = tmp_path / "output"
     train(config, coins)
     weights = torch.load(folder / "model_final.pth", weights_only=True)["model"]
@@ -60,11 +51,11 @@ def test_a_job_trains_in_a_budget_is_resumed_saved_and_evaluated(kind, has_masks
     assert "Starting training from iteration 2" in out
     metrics = read_metrics(folder)
     assert [m["effective_batch"] for m in metrics if "effective_batch" in m] == [4, 4]
-    assert any("segm/AP50" in m for m in metrics) == has_masks
+    assert any("segm/AP50" in m for m in metrics)
     weights = torch.load(folder / "model_final.pth", weights_only=True)["model"]
     assert weights["ema.n_averaged"] == 3
     kinds = transformers.AutoConfig.from_pretrained(str(folder / "pretrained"))
-    assert (kinds.model_type, kinds.id2label) == (kind, {0: "coin"})
+    assert (kinds.model_type, kinds.id2label) == ("rf_detr", {0: "coin"})
     out = train(config, coins, "--eval-only", "TRANSFORMERS.WEIGHTS", folder / "pretrained")
     assert "Evaluation results for bbox" in out
 
@@ -118,22 +109,3 @@ def test_the_average_is_resumed_and_is_the_one_of_the_formula(coins, tmp_path):
             average[name] = decay * average[name] + (1 - decay) * value if is_float else value
     for name, value in average.items():
         torch.testing.assert_close(straight[f"ema.module.{name}"], value)
-    trained = [name for name, value in first.items() if not torch.equal(seen[-1][name], value)]
-    assert len(trained) > 50
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("config", "least"),
-    [
-        ("rf_detr_seg_coins", {"bbox/AP50": 80, "segm/AP50": 20}),
-        ("rt_detr_v2_coins", {"bbox/AP50": 80}),
-    ],
-)
-def test_they_learn_to_find_coins(config, least, coins, tmp_path):
-    """From random weights, within ten minutes of a CPU core."""
-    file = PROJECT / "configs" / f"{config}.yaml"
-    train(file, coins, "OUTPUT_DIR", tmp_path, timeout_s=1800)
-    (last,) = [m for m in read_metrics(tmp_path) if "bbox/AP50" in m]
-    for metric, value in least.items():
-        assert last[metric] >= value

@@ -1,5 +1,4 @@
 # Copyright (c) the d2_memfit developers.
-import torch
 from detector_parts import MLP, Block, Detector, SeriesHead
 from tiny import tiny_cfg, tiny_model
 from torch import nn
@@ -44,12 +43,6 @@ def test_members_of_a_series_are_of_one_class():
     assert find_blocks(nn.ModuleList([pairs])) == ["0.0", "0.1", "0.2"]
     alone = nn.ModuleList([Block(4), SeriesHead(4)])  # what is in them is found
     assert find_blocks(alone) == ["0.attn", "0.mlp", "1.attention"]
-
-
-def test_scripted_modules_are_left_alone():
-    model = nn.Module()
-    model.scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    assert find_blocks(model) == []
 
 
 def test_stages_of_a_resnet_stand_before_their_blocks():

@@ -4,7 +4,7 @@ import contextlib
 import pytest
 import torch
 from detectron2.utils.events import EventStorage
-from tiny import images, relative_difference, tiny_cfg, tiny_model
+from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.techniques.checkpointing import checkpointed
 
@@ -13,30 +13,22 @@ pytestmark = pytest.mark.slow
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 
 
-def step(model, batch, is_on, autocast=False):
+def step(model, batch, is_on):
     """Gradients of one step."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     with EventStorage(), checkpointed(model) if is_on else contextlib.nullcontext():
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = sum(model(batch).values())
-        loss.backward()
+        sum(model(batch).values()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_the_same(family, autocast):
-    # In bfloat16 on a CPU, the gradient of a convolution with one output pixel can be garbage,
-    # hence larger images.
+def test_gradients_are_the_same(family):
     batch = images(2, size=128)
     results = []
     for is_on in (False, False, True):  # the first warms up
-        results.append(step(tiny_model(tiny_cfg(family)), batch, is_on, autocast))
-    if autocast:  # the weights' copies are made anew, so their gradients add up in another order
-        assert relative_difference(results[2], results[1]) < 1e-2
-    else:
-        torch.testing.assert_close(results[2], results[1], rtol=0, atol=0)
+        results.append(step(tiny_model(tiny_cfg(family)), batch, is_on))
+    torch.testing.assert_close(results[2], results[1], rtol=0, atol=0)
 
 
 def test_the_model_is_left_as_it_was():

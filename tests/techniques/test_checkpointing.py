@@ -40,19 +40,8 @@ def extended(model):
 @pytest.mark.parametrize(
     ("patterns", "expected"),
     [
-        (
-            ["backbone.bottom_up.res3.*"],
-            [f"backbone.bottom_up.res3.{i}" for i in range(4)],
-        ),
-        (["roi_heads.mask_head"], ["roi_heads.mask_head"]),
-        (
-            ["*_head", "roi_heads.mask_head.*"],
-            [
-                "proposal_generator.rpn_head",
-                "roi_heads.box_head",
-                "roi_heads.mask_head",
-            ],
-        ),
+        (["backbone.bottom_up.res3.*"], [f"backbone.bottom_up.res3.{i}" for i in range(4)]),
+        (["r*.*_head", "roi_heads.mask_head.*"], ["roi_heads.box_head", "roi_heads.mask_head"]),
         (["*res2", "*res2.0"], ["backbone.bottom_up.res2"]),
     ],
 )
@@ -73,8 +62,6 @@ def test_a_backbone_is_found_wherever_it_is():
     found = extended(apply(torch.nn.ModuleDict(plain), "backbone"))
     stages = ("stem", "res2", "res3", "res4", "res5")
     assert found == [f"detr.backbone.bottom_up.{s}" for s in stages]
-    renamed = torch.nn.ModuleDict({"trunk": tiny_model(tiny_cfg("mask_rcnn")).backbone})
-    assert apply(renamed, "backbone") is renamed  # by its class
 
 
 @pytest.mark.parametrize("choice", ["backbone", "all"])

@@ -57,18 +57,14 @@ def test_memory_grows_with_anchors_and_not_with_pairs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["proposal_network", "faster_rcnn", "retinanet", "cascade_rcnn"])
+@pytest.mark.parametrize("family", ["faster_rcnn", "retinanet"])
 def test_no_matrix_of_all_pairs_is_made_in_a_model(family):
-    cfg = tiny_cfg("faster_rcnn" if family == "cascade_rcnn" else family)
-    if family == "cascade_rcnn":
-        cfg.MODEL.ROI_HEADS.NAME = "CascadeROIHeads"
-        cfg.MODEL.ROI_BOX_HEAD.CLS_AGNOSTIC_BBOX_REG = True
+    cfg = tiny_cfg(family)
     batch = images(1, num_instances=11)
     cfg.MEMFIT.MATCHING.CHUNK_SIZE = 7
     # The labels of what is checkpointed are found again in the backward.
-    cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone" if family == "retinanet" else "proposal_generator"]
-    if family.endswith("rcnn"):
-        cfg.MEMFIT.CHECKPOINT.MODULES.append("roi_heads")
+    heads = ["proposal_generator", "roi_heads"]
+    cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"] if family == "retinanet" else heads
     largest = []
 
     class Shapes(torch.utils._python_dispatch.TorchDispatchMode):

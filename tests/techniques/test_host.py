@@ -10,7 +10,6 @@ from tiny import tiny_cfg
 from d2_memfit.engine.build import build_trainer
 from d2_memfit.errors import HostMemoryError
 from d2_memfit.job import Job, checked_loader
-from d2_memfit.techniques import host
 from d2_memfit.techniques.host import SharedList
 from d2_memfit.techniques.registry import apply_techniques
 
@@ -37,15 +36,6 @@ def test_workers_are_as_many_as_fit(log):
     assert 1 <= cfg.DATALOADER.NUM_WORKERS <= 3
     assert f"DATALOADER.NUM_WORKERS {cfg.DATALOADER.NUM_WORKERS} of 8" in log.text
     assert cfg.is_frozen()
-
-
-def test_there_are_none_where_none_fits():
-    assert plan(own_gb() / 2).DATALOADER.NUM_WORKERS == 0
-
-
-def test_what_the_machine_has_counts_too(monkeypatch):
-    monkeypatch.setattr(host, "available_host_bytes", lambda: 0.7 * GB)
-    assert 1 <= plan(1000).DATALOADER.NUM_WORKERS <= 2
 
 
 def test_a_trainer_decides_once(coins, log):

@@ -16,7 +16,7 @@ from d2_memfit.config.settings import check_settings
 from d2_memfit.errors import ConfigError
 from d2_memfit.planner.steps import Session
 from d2_memfit.techniques.optimizer import ShardedOptimizer
-from d2_memfit.techniques.registry import apply_techniques
+from d2_memfit.techniques.registry import apply_techniques, get_technique
 
 pytestmark = pytest.mark.slow
 
@@ -120,41 +120,10 @@ class FullModelClipping(torch.optim.SGD):
         return super().step(closure)
 
 
-def shard_one_with_a_step_of_its_own(rank):
-    model = torch.nn.Linear(3, 3)
+def test_an_optimizer_that_clips_all_gradients_together_is_not_shared():
+    optimizer = FullModelClipping(torch.nn.Linear(3, 3).parameters(), lr=0.1)
     with pytest.raises(ConfigError, match=r"ZERO: the step of FullModelClipping is not PyTorch's"):
-        ShardedOptimizer(FullModelClipping(model.parameters(), lr=0.1))
-
-
-def test_an_optimizer_that_clips_all_gradients_together_is_not_shared(two_ranks):
-    two_ranks.run(shard_one_with_a_step_of_its_own)
-
-
-def ask_for_states_that_are_not_gathered(rank):
-    model = torch.nn.Linear(3, 3)
-    optimizer = ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.consolidate_state_dict()
-    if rank == 0:
-        assert len(optimizer.state_dict()["state"]) == 2
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="not been consolidated"):
-        optimizer.state_dict()
-
-
-def test_states_of_an_earlier_step_are_not_saved(two_ranks):
-    two_ranks.run(ask_for_states_that_are_not_gathered)
-
-
-def test_eight_bits_without_their_library_are_an_error(monkeypatch):
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
-    with pytest.raises(
-        ConfigError, match=r"STATES_8BIT needs bitsandbytes .*pip install bitsandbytes"
-    ):
-        make(cfg, tiny_model(cfg))
+        get_technique("ShardedOptimizerStates").apply(optimizer, True)
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -180,18 +149,19 @@ def test_eight_bits_step_nearly_the_same_with_a_quarter_of_the_states(clip):
     assert again.state[model.weight]["state1"].dtype == torch.uint8
 
 
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}])
-def test_eight_bits_of_what_bitsandbytes_cannot_do_are_an_error(options):
-    pytest.importorskip("bitsandbytes")
-    cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
-    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1, **options)
-    with pytest.raises(ConfigError, match=r"needs SOLVER.MOMENTUM above 0, .*NESTEROV False"):
-        apply_techniques("optimizer", optimizer, cfg)
-
-
-def test_eight_bits_of_an_unknown_optimizer_are_an_error():
-    pytest.importorskip("bitsandbytes")
-    cfg = cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True)
-    optimizer = torch.optim.Rprop([torch.ones(1, requires_grad=True)])
-    with pytest.raises(ConfigError, match=r"STATES_8BIT supports SGD, Adam, AdamW .* not Rprop"):
-        apply_techniques("optimizer", optimizer, cfg)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (torch.optim.SGD, "needs SOLVER.MOMENTUM above 0, .*NESTEROV False"),
+        (torch.optim.Rprop, "supports SGD, Adam, AdamW .* not Rprop"),
+        (None, "needs bitsandbytes .*pip install bitsandbytes"),
+    ],
+)
+def test_what_eight_bits_cannot_do_is_an_error(make, message, monkeypatch):
+    if make is None:
+        monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    else:
+        pytest.importorskip("bitsandbytes")
+    optimizer = (make or torch.optim.Adam)([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(ConfigError, match=f"STATES_8BIT {message}"):
+        apply_techniques("optimizer", optimizer, cfg_with("MEMFIT.OPTIMIZER.STATES_8BIT", True))

@@ -32,26 +32,10 @@ def test_the_help_of_all_benchmarks_imports_none_of_them():
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "rows"), [("accumulation", 4), ("recovery", 6)])
-def test_training(name, rows):
-    table = benchmark("training", name, "--size", 64, 96, "--rounds", 1)
-    assert len(table) == rows + 2  # with the head
-    assert all(float(cells[0]) > 0 for cells in table.values() if cells[0][0].isdigit())
-
-
-@pytest.mark.parametrize(
-    "others",
-    [
-        pytest.param([], marks=pytest.mark.long),
-        pytest.param(["RetinaNet"], marks=pytest.mark.exhaustive),
-        pytest.param(["DETR-like"], marks=pytest.mark.exhaustive),
-    ],
-)
-def test_gradients(others):
+@pytest.mark.long
+def test_gradients():
     exact = "RPN, every anchor sampled"
-    table = benchmark("gradients", exact, *others, "--train", 2, "--size", 64, 64)
+    table = benchmark("gradients", exact, "--train", 2, "--size", 64, 64)
     cuts = table.pop("")
     assert len(cuts) == 4
-    assert set(others) < set(table)
     assert all(float(gap) < 1e-4 for gap in table[exact])

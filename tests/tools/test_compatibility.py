@@ -32,19 +32,6 @@ def test_the_page_has_a_row_and_the_facts_of_each_project():
     assert "24 training jobs. Made with these." in made
 
 
-def test_a_cell_has_what_was_found():
-    def finding(what, is_well, text):
-        return {what: {"what": what, "is_well": is_well, "text": text}}
-
-    made = page_of(
-        **finding("recovery, memory runs out in the forward", False, "3 of 9 | tensors differ"),
-        **finding("accumulation", True, "exact"),
-        **finding("two ranks", None, "not tested: no dataset"),
-    )
-    row = rows_of(made, "results")[0]
-    assert "| y | y: exact | 3 of 9 / tensors differ | y | not tested: no dataset |" in row
-
-
 def test_the_committed_page_is_of_these_projects():
     assert [row.split(" | ")[0].strip("| ") for row in rows_of(PAGE, "results")] == [*PROJECTS]
 

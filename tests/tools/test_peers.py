@@ -8,7 +8,6 @@ import pytest
 import torch
 from benchmarks import peers
 from benchmarks.peers import report
-from benchmarks.peers.sides import SIDES
 from tiny import ROOT
 
 MODULES = {
@@ -53,8 +52,3 @@ def test_the_gradient_of_a_step_is_that_of_all_its_images(side):
     uneven = peers.gradient(side, Mean(), images, (3, 3))
     is_exact = torch.allclose(uneven, full, rtol=1e-4)
     assert is_exact == (side in ("d2_memfit", "Composer"))  # they know the images of the step
-
-
-def test_all_sides_are_named_in_the_page():
-    text = (ROOT / "docs/BENCHMARK.md").read_text()
-    assert all(f"| {side} |" in text for side in SIDES if side not in peers.NOT_UNDER_A_LIMIT)

@@ -31,8 +31,8 @@ from pages import markdown_table
 from d2_memfit.errors import one_line
 from d2_memfit.explain import Help
 from d2_memfit.explain.rebuild import card_of
-from d2_memfit.explain.records import LoggedRun, OomText, Progress
-from d2_memfit.explain.verdict import ExplainedRun, Predictions, explain_run
+from d2_memfit.explain.records import LoggedRun, Oom
+from d2_memfit.explain.verdict import ExplainedRun, explain_run, predict_run
 from d2_memfit.job import Job, load_lazy_config
 
 from .common import in_own_processes, write_csv
@@ -203,7 +203,9 @@ class Run:
         if "SOLVER.IMG_PER_BATCH_LABEL" in settings:  # each image is augmented in two ways
             names = ("SOLVER.IMG_PER_BATCH_LABEL", "SOLVER.IMG_PER_BATCH_UNLABEL")
             settings["SOLVER.IMS_PER_BATCH"] = 2 * sum(settings[name] for name in names)
-        oom = {key: value for key, value in self.oom.items() if key in OomText._fields}
+        oom = {key: self.oom[key] for key in ("case", "iteration") if key in self.oom}
+        for key in ("tried", "total", "free", "allocated", "reserved"):
+            oom[f"{key}_mib"] = self.oom.get(key)
         return LoggedRun(
             gpus=list(self.gpus),
             software=dict(self.software),
@@ -217,8 +219,10 @@ class Run:
             objects=self.objects,
             start_iter=self.start_iter,
             max_iter=self.max_iter,
-            progress=[Progress(i, self.seconds, peak) for i, peak in self.series],
-            oom=OomText("", **oom) if oom else None,
+            iteration=self.series[-1][0] if self.series else None,
+            seconds=[] if self.seconds is None else [self.seconds],
+            peak_mib=self.peak_mib,
+            oom=Oom(**oom) if self.oom else None,
             error="not among the facts" if self.ended == "error" else "",
             is_finished=self.ended == "finished",
             notes=[DOUBTS[word] for word in self.doubts],
@@ -360,17 +364,17 @@ def explain_runs(chosen: Sequence[Run], folder: Optional[Path]) -> list[Result]:
             why = one_line(e)
             return [Result(r, explain_run(r.name, r.logged(), None, why)) for r in chosen]
     results = []
-    explained = Predictions(help)
     for run in chosen:
         if run.is_lazy:  # each has a config of its own
-            explained = Predictions(Help(lazy_job=partial(lazy_job, run) if folder else None))
-        prediction, told = explained(run.name, run.logged())
+            help = Help(lazy_job=partial(lazy_job, run) if folder else None)
+        prediction, why_not = predict_run(run.logged(), help)
+        told = explain_run(run.name, run.logged(), prediction, why_not)
         if prediction is None:
             results.append(Result(run, told))
             continue
         _, gigabytes = card_of(run.logged())
         total = run.oom.get("total") or (None if gigabytes is None else gigabytes * 1024)
-        outside = sum(prediction.rebuilt.device.outside_bytes(run.ranks).values()) / 2**20
+        outside = sum(prediction.dry_job.device.outside_bytes(run.ranks).values()) / 2**20
         fits = None if total is None else (told.typical_mib or 0) + outside <= total
         any_shape = any("shape of the images" in line for line in prediction.estimate.wider)
         results.append(Result(run, told, fits, any_shape))

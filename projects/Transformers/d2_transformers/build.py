@@ -1,10 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Models of the transformers library, built from a config of this project."""
 
-import json
 import logging
 import re
-from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -20,7 +18,6 @@ __all__ = ["build_transformers_model", "load_pretrained"]
 logger = logging.getLogger("d2_memfit.transformers")
 
 _OF_BACKBONE = re.compile(r"(^|\.)(backbone|embeddings|pixel_level_module\.encoder)\.")
-_OF_CLASSES = ("id2label", "label2id", "architectures", "transformers_version")
 
 
 def build_transformers_model(cfg: CfgNode) -> nn.Module:
@@ -31,9 +28,10 @@ def build_transformers_model(cfg: CfgNode) -> nn.Module:
     """
     keys, family = cfg.TRANSFORMERS, FAMILIES[cfg.TRANSFORMERS.TYPE]
     name = family.mask_class if cfg.MODEL.MASK_ON else family.box_class
-    model_class = getattr(_import_transformers(), str(name))
+    transformers = _import_transformers()
+    model_class = getattr(transformers, str(name))
     config_class = model_class.config_class
-    options = {**_size(keys.TYPE, keys.SIZE), **dict(keys.OPTIONS)}
+    options = dict(keys.OPTIONS)
     if keys.NUM_QUERIES:
         options["num_queries"] = keys.NUM_QUERIES
     options["num_labels"] = cfg.MODEL.ROI_HEADS.NUM_CLASSES
@@ -43,9 +41,18 @@ def build_transformers_model(cfg: CfgNode) -> nn.Module:
             f"{did_you_mean(name, dir(config_class()))}"
         )
     try:
-        return model_class(config_class(**options))
-    except (TypeError, ValueError) as e:  # raised by its checks
-        raise ConfigError(f"TRANSFORMERS: {config_class.__name__} refuses its values ({e})") from e
+        if keys.SIZE in family.sizes:
+            config = config_class(**{**family.sizes[keys.SIZE], **options})
+        else:
+            config = transformers.AutoConfig.from_pretrained(keys.SIZE, **options)
+        if not isinstance(config, config_class):
+            raise ValueError(f"{keys.SIZE} is a {config.model_type}")
+        return model_class(config)
+    except (OSError, TypeError, ValueError) as e:  # raised by its checks
+        raise ConfigError(
+            f"TRANSFORMERS: {config_class.__name__} refuses its values ({one_line(e)}). SIZE must "
+            f"be {', '.join(family.sizes)}, or a folder with a config.json of transformers"
+        ) from e
 
 
 def _import_transformers() -> Any:
@@ -57,25 +64,6 @@ def _import_transformers() -> Any:
             "pip install 'd2_memfit[transformers]'"
         ) from e
     return transformers
-
-
-def _size(kind: str, size: str) -> dict[str, Any]:
-    """Options of a size: of the table, or of a config.json of transformers."""
-    sizes = FAMILIES[kind].sizes
-    if size in sizes:
-        return dict(sizes[size])
-    file = Path(size) / "config.json" if Path(size).is_dir() else Path(size)
-    try:
-        options = json.loads(file.read_text())
-        found = options.get("model_type")
-    except (OSError, ValueError, AttributeError) as e:
-        raise ConfigError(
-            f"TRANSFORMERS.SIZE must be {', '.join(sizes)}, or a config.json of transformers, got "
-            f"{size!r} ({one_line(e)})"
-        ) from e
-    if found != kind:
-        raise ConfigError(f"TRANSFORMERS.SIZE {size} is a {found}, and TRANSFORMERS.TYPE is {kind}")
-    return {name: value for name, value in options.items() if name not in _OF_CLASSES}
 
 
 def load_pretrained(model: nn.Module, weights: str) -> None:
@@ -119,22 +107,9 @@ def load_pretrained(model: nn.Module, weights: str) -> None:
         raise ConfigError(
             f"TRANSFORMERS.WEIGHTS {weights!r} would leave {len(lost)} layers of the backbone "
             f"random, with which the others are of no use: {examples}. Set TRANSFORMERS.SIZE to "
-            f"{_size_of(source)}"
+            "the size of these weights, or to their folder"
         )
     target.load_state_dict(loaded.state_dict())
     num = len(target.state_dict())
     text = "Weights of %s are loaded. %d of %d tensors are not among them, and stay random: %s"
     logger.info(text, weights, len(fresh), num, ", ".join(sorted(fresh)[:8]) or "none")
-
-
-def _size_of(source: Any) -> str:
-    """Name of the size of a transformers config."""
-    values, sizes = source.to_dict(), FAMILIES[source.model_type].sizes
-    found = (f"{name}, the size of these weights" for name in sizes if _has(values, sizes[name]))
-    return next(found, "the config.json of these weights")
-
-
-def _has(values: Any, expected: Any) -> bool:
-    if isinstance(expected, dict):
-        return all(_has(values.get(name), value) for name, value in expected.items())
-    return bool(values == expected)

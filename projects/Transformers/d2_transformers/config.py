@@ -10,13 +10,13 @@ from d2_memfit.common.checks import (
     Check,
     check_all,
     check_positive_number,
-    check_strings,
     choice,
     fits,
     whole,
 )
 from d2_memfit.errors import ConfigError
 
+from .data import resolutions
 from .families import FAMILIES
 
 __all__ = ["add_transformers_config", "check_transformers_config"]
@@ -27,7 +27,6 @@ _CHECKS = {
     "TYPE": choice(*FAMILIES),
     **dict.fromkeys(("NUM_QUERIES", "RESOLUTION", "MULTI_SCALE_STEPS"), whole(0)),
     "MULTI_SCALE_STRIDE": whole(),
-    "FREEZE": check_strings,
     **dict.fromkeys(("OPTIONS", "LR_MULTIPLIERS"), _PAIRS),
     "EMA_DECAY": _DECAY,
     "EMA_TAU": check_positive_number,
@@ -57,8 +56,6 @@ def add_transformers_config(cfg: CfgNode) -> None:
     cfg.TRANSFORMERS.MULTI_SCALE_STRIDE = 32
     # Pretrained weights: a folder of save_pretrained, or a name on huggingface.co. "" is none.
     cfg.TRANSFORMERS.WEIGHTS = ""
-    # Modules whose weights are not trained, by patterns of their names.
-    cfg.TRANSFORMERS.FREEZE = []
     # Factors of the learning rate of parameters, by patterns of their names, such as
     # [["*.backbone.*", 0.1]]. The first pattern that matches counts.
     cfg.TRANSFORMERS.LR_MULTIPLIERS = []
@@ -83,7 +80,7 @@ def check_transformers_config(cfg: CfgNode) -> None:
         raise ConfigError(
             f"MODEL.MASK_ON must be {not cfg.MODEL.MASK_ON} with TRANSFORMERS.TYPE {keys.TYPE}"
         )
-    if max(keys.RESOLUTION, 1) <= keys.MULTI_SCALE_STEPS * keys.MULTI_SCALE_STRIDE:
+    if keys.MULTI_SCALE_STEPS and min(resolutions(cfg)) <= 0:
         raise ConfigError(
             f"TRANSFORMERS.MULTI_SCALE_STEPS {keys.MULTI_SCALE_STEPS} x MULTI_SCALE_STRIDE "
             f"{keys.MULTI_SCALE_STRIDE} must be less than TRANSFORMERS.RESOLUTION, got "

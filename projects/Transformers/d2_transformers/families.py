@@ -14,20 +14,18 @@ class Family:
 
     Attributes:
         box_class, mask_class: names of transformers' classes, without and with masks; None if there
-            is none.
+            is none. A family without boxes has its losses from a module ``criterion``, and not in
+            the output.
         sizes: values of the transformers config by size name. Other values are the class's
             defaults.
         takes_mask: whether it gets a mask of the padding. Its boxes are then relative to an image
             without padding.
-        has_own_criterion: whether the losses come from a module ``criterion``, and not in the
-            output.
     """
 
     box_class: Optional[str]
     mask_class: Optional[str]
     sizes: Mapping[str, Mapping[str, Any]]
     takes_mask: bool = False
-    has_own_criterion: bool = False
 
 
 # rfdetr/config.py, version 1.4, and convert_rf_detr_weights_to_hf.py of transformers. Large is that
@@ -116,6 +114,5 @@ FAMILIES = {
         "Mask2FormerForUniversalSegmentation",
         {name: {"backbone_config": backbone} for name, backbone in _MASK2FORMER.items()},
         takes_mask=True,
-        has_own_criterion=True,
     ),
 }

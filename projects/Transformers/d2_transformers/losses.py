@@ -34,7 +34,7 @@ def losses_by_name(
     """
     bare: Any = without_ddp(model)
     with losses_of_images():
-        if family.has_own_criterion:
+        if family.box_class is None:
             with collected_losses(bare.criterion) as losses:
                 model(**inputs)
         else:

@@ -5,24 +5,23 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.modeling.postprocessing import sem_seg_postprocess
-from detectron2.structures import Instances
+from detectron2.structures import ImageList, Instances
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from d2_memfit.errors import ConfigError
-from d2_memfit.techniques.modules import find_modules
 
 from .average import averaged_model
-from .batch import Images, images_of, labels_of
 from .build import build_transformers_model, load_pretrained
 from .config import check_transformers_config
 from .data import resolutions
 from .families import FAMILIES
-from .inference import instances_of_boxes, instances_of_masks
 from .losses import losses_by_name
+from .results import instances_of, labels_of
 
 __all__ = ["TransformersDetector"]
 
@@ -52,15 +51,13 @@ class TransformersDetector(nn.Module):
         keys, mean, std = cfg.TRANSFORMERS, cfg.MODEL.PIXEL_MEAN, cfg.MODEL.PIXEL_STD
         self.model = build_transformers_model(cfg)
         self.family = FAMILIES[keys.TYPE]
-        self.resolutions = resolutions(cfg)
+        self.resolution = keys.RESOLUTION
         self.size_divisibility = _divisor(self.model.config)
         self.detections_per_image = cfg.TEST.DETECTIONS_PER_IMAGE
         _check_resolutions(cfg, self.size_divisibility, self.model.config)
         for name, parameter in self.model.named_parameters():
             if name.endswith("embeddings.mask_token"):  # of DINOv2's pretraining, in no forward
                 parameter.requires_grad_(False)
-        for module in find_modules(self.model, "TRANSFORMERS.FREEZE", keys.FREEZE):
-            module.requires_grad_(False)
         self.register_buffer("pixel_mean", torch.tensor(mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(std).view(-1, 1, 1), False)
         has_average = keys.EMA_DECAY > 0
@@ -70,25 +67,26 @@ class TransformersDetector(nn.Module):
     def device(self) -> torch.device:
         return self.pixel_mean.device
 
-    @property
-    def has_masks(self) -> bool:
-        return self.family.mask_class == type(self.model).__name__
-
     def forward(self, batch: list[dict[str, Any]]) -> Any:
-        images = images_of(
-            batch, self.pixel_mean, self.pixel_std, self.resolutions, self.size_divisibility
-        )
-        inputs: dict[str, Any] = {"pixel_values": images.pixels}
+        images = [(d["image"].to(self.device) - self.pixel_mean) / self.pixel_std for d in batch]
+        if self.resolution and not self.training:  # for images of other mappers
+            square = (self.resolution, self.resolution)
+            images = [F.interpolate(i[None], square, mode="bilinear")[0] for i in images]
+        padded = ImageList.from_tensors(images, self.size_divisibility)
+        inputs: dict[str, Any] = {"pixel_values": padded.tensor}
         if self.family.takes_mask:
-            inputs["pixel_mask"] = images.mask
+            ones = [torch.ones_like(image[0], dtype=torch.long) for image in images]
+            inputs["pixel_mask"] = ImageList.from_tensors(ones, self.size_divisibility).tensor
         if not self.training:
             output = self.best_model(**inputs)
             return [
-                {"instances": self._instances(output, i, d, images)} for i, d in enumerate(batch)
+                {"instances": self._instances(output, i, d, padded)} for i, d in enumerate(batch)
             ]
-        objects = [d["instances"] for d in batch]
-        labels = labels_of(objects, images, self.family.takes_mask, self.has_masks)
-        if self.family.has_own_criterion:
+        objects = [d["instances"].to(self.device) for d in batch]
+        has_masks = self.family.mask_class == type(self.model).__name__
+        frame = padded.tensor.shape[-2:]
+        labels = labels_of(objects, frame, self.family.takes_mask, has_masks)
+        if self.family.box_class is None:
             inputs["class_labels"] = [of_image["class_labels"] for of_image in labels]
             inputs["mask_labels"] = [of_image["masks"].float() for of_image in labels]
         else:
@@ -117,17 +115,17 @@ class TransformersDetector(nn.Module):
         model.save_pretrained(folder)
 
     def _instances(
-        self, output: Any, index: int, data: dict[str, Any], images: Images
+        self, output: Any, index: int, data: dict[str, Any], images: ImageList
     ) -> Instances:
-        (h, w), (of_h, of_w) = images.sizes[index], images.pixels.shape[-2:]
+        (h, w), (of_h, of_w) = images.image_sizes[index], images.tensor.shape[-2:]
         shown = h / of_h, w / of_w
         height, width = data["image"].shape[-2:]
         size = (data.get("height", height), data.get("width", width))
-        make = instances_of_masks if self.family.box_class is None else instances_of_boxes
-        found = make(output, index, shown, size, self.detections_per_image, sem_seg_postprocess)
+        num = self.detections_per_image
+        found = instances_of(output, index, shown, size, num, sem_seg_postprocess)
         if not self.family.takes_mask:  # boxes are relative to the padded frame
             found.pred_boxes.scale(1 / shown[1], 1 / shown[0])
-            found.pred_boxes.clip(size)
+        found.pred_boxes.clip(size)
         return found
 
 
@@ -139,17 +137,16 @@ def _divisor(config: Any) -> int:
 
 def _check_resolutions(cfg: CfgNode, divisor: int, config: Any) -> None:
     """Check what all resolutions are divided by, and that RF-DETR finds its queries in patches."""
-    keys = cfg.TRANSFORMERS
     for resolution in resolutions(cfg):
         if resolution % divisor:
             raise ConfigError(
-                f"TRANSFORMERS.RESOLUTION {keys.RESOLUTION} with MULTI_SCALE_STEPS "
-                f"{keys.MULTI_SCALE_STEPS} x {keys.MULTI_SCALE_STRIDE} has {resolution} pixels, "
-                f"which must be divisible by {divisor}"
+                f"TRANSFORMERS.RESOLUTION must be divisible by {divisor} in all its "
+                f"MULTI_SCALE_STEPS, got {resolution}"
             )
-        is_rf_detr = config.model_type == "rf_detr"
-        num_patches = (resolution // config.backbone_config.patch_size) ** 2 if is_rf_detr else 0
-        if is_rf_detr and num_patches < config.num_queries:
+        if config.model_type != "rf_detr":
+            continue
+        num_patches = (resolution // config.backbone_config.patch_size) ** 2
+        if num_patches < config.num_queries:
             raise ConfigError(
                 f"TRANSFORMERS.NUM_QUERIES must be at most {num_patches}, the patches of an image "
                 f"of {resolution} pixels, got {config.num_queries}"

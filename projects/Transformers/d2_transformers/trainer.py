@@ -3,9 +3,8 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Optional
+from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.data import (
@@ -26,7 +25,7 @@ from d2_memfit.errors import ConfigError
 from .average import AverageWeights
 from .data import build_mapper
 
-__all__ = ["SavePretrained", "Trainer"]
+__all__ = ["Trainer"]
 
 
 class Trainer(MemfitTrainer):
@@ -78,11 +77,16 @@ class Trainer(MemfitTrainer):
 
     def build_hooks(self) -> list[HookBase]:
         hooks: list[HookBase] = super().build_hooks()
-        if self.cfg.TRANSFORMERS.EMA_DECAY:
-            hooks.insert(0, AverageWeights())  # before hooks that save and evaluate
-        names = MetadataCatalog.get(self.cfg.DATASETS.TRAIN[0]).get("thing_classes")
-        hooks.append(SavePretrained(os.path.join(self.cfg.OUTPUT_DIR, "pretrained"), names))
-        return hooks
+        # The average is updated before hooks that save and evaluate.
+        return [AverageWeights(), *hooks] if self.cfg.TRANSFORMERS.EMA_DECAY else hooks
+
+    def after_train(self) -> None:
+        """After the last iteration, write a folder for transformers' ``from_pretrained``."""
+        super().after_train()
+        if comm.is_main_process() and self.iter + 1 >= self.max_iter:
+            names = MetadataCatalog.get(self.cfg.DATASETS.TRAIN[0]).get("thing_classes")
+            detector: Any = without_ddp(self.model)
+            detector.save_pretrained(os.path.join(self.cfg.OUTPUT_DIR, "pretrained"), names)
 
     def resume_or_load(self, resume: bool = True) -> Any:
         weights = self.cfg.TRANSFORMERS.WEIGHTS
@@ -114,21 +118,3 @@ class _ClippingAdamW(AdamW):
         parameters = [p for group in self.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(parameters, self._max_norm)
         return super().step(closure)
-
-
-class SavePretrained(HookBase):
-    """Writes, after the last iteration, a folder for transformers' ``from_pretrained``.
-
-    Args:
-        folder: folder to write.
-        class_names: class names of the dataset, if it has some.
-    """
-
-    def __init__(self, folder: str, class_names: Optional[Sequence[str]]) -> None:
-        self._folder = folder
-        self._class_names = class_names
-
-    def after_train(self) -> None:
-        if comm.is_main_process() and self.trainer.iter + 1 >= self.trainer.max_iter:
-            detector: Any = without_ddp(self.trainer.model)
-            detector.save_pretrained(self._folder, self._class_names)

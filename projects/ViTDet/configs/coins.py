@@ -8,13 +8,6 @@ import detectron2.data.transforms as T
 import torch
 from detectron2.config import LazyCall as L
 from detectron2.config import LazyConfig
-from detectron2.data import (
-    DatasetMapper,
-    build_detection_test_loader,
-    build_detection_train_loader,
-    get_detection_dataset_dicts,
-)
-from detectron2.evaluation import COCOEvaluator
 from detectron2.layers import ShapeSpec
 from detectron2.solver import WarmupParamScheduler
 from detectron2.solver.build import get_default_optimizer_params
@@ -31,26 +24,13 @@ CHANNELS = 64  # of the feature pyramid
 for split in ("train", "val"):
     register_coco(f"vitdet_{split}", f"{DATASET}/{split}.json", f"{DATASET}/{split}")
 
-resize = L(T.ResizeShortestEdge)(short_edge_length=160, max_size=288)
-dataloader = dict(
-    train=L(build_detection_train_loader)(
-        dataset=L(get_detection_dataset_dicts)(names="vitdet_train"),
-        mapper=L(DatasetMapper)(
-            is_train=True,
-            augmentations=[resize, L(T.RandomFlip)(horizontal=True)],
-            image_format="BGR",
-            use_instance_mask=True,
-        ),
-        total_batch_size=2,
-        num_workers=1,
-    ),
-    test=L(build_detection_test_loader)(
-        dataset=L(get_detection_dataset_dicts)(names="vitdet_val", filter_empty=False),
-        mapper=L(DatasetMapper)(is_train=False, augmentations=[resize], image_format="BGR"),
-        num_workers=1,
-    ),
-    evaluator=L(COCOEvaluator)(dataset_name="vitdet_val", output_dir="${...train.output_dir}"),
-)
+dataloader = LazyConfig.load(find_config_file("common/data/coco.py", ".py")).dataloader
+dataloader.train.dataset.names, dataloader.test.dataset.names = "vitdet_train", "vitdet_val"
+dataloader.train.total_batch_size = 2
+for loader in (dataloader.train, dataloader.test):
+    loader.mapper.augmentations[0] = L(T.ResizeShortestEdge)(short_edge_length=160, max_size=288)
+    loader.num_workers = 1
+dataloader.evaluator.output_dir = "${...train.output_dir}"
 
 heads = LazyConfig.load(find_config_file("common/models/mask_rcnn_fpn.py", ".py")).model
 heads.pixel_mean, heads.pixel_std = [111.1] * 3, [48.2] * 3
