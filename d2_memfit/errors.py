@@ -21,7 +21,6 @@ __all__ = [
     "MemfitError",
     "OutOfMemoryError",
     "RankError",
-    "UnknownKeyError",
     "exit_on_error",
     "mark_as_logged",
     "one_line",
@@ -54,10 +53,6 @@ class ConfigErrors(ConfigError):
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         super().__init__("\n".join(map(one_line, errors)))
         self.errors = errors
-
-
-class UnknownKeyError(ConfigError):
-    """A config file or a command names a key that the config does not have."""
 
 
 class DataError(MemfitError, RuntimeError):

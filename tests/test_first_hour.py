@@ -120,9 +120,9 @@ def test_the_commands_of_getting_started(checkout):
     assert (output / "model_final.pth").exists()
     assert "Total inference time" in trained
     assert "Total inference time" in evaluated
-    model = "--config-file output/mine/config.yaml --weights output/mine/model_final.pth"
+    coco, weights = "--coco my_val output/mine/val.json images/", "output/mine/model_final.pth"
     assert (
-        f"--coco my_val output/mine/val.json images/ {model}"
+        f"--config-file output/mine/config.yaml {coco} --weights {weights}"
         in (evaluated.partition("Written: output/mine/inference (results)\nNext")[2])
     )
     assert "Written: found/pictures, found/coco_instances_results.json, found/images.json" in drawn

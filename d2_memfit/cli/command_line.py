@@ -2,14 +2,21 @@
 """The command line of d2-memfit: commands and options, without PyTorch and Detectron2."""
 
 import argparse
-import difflib
 import os
 from pathlib import Path
 from typing import Any, Optional
 
 from .. import __version__
 
-__all__ = ["COMMANDS", "add_options", "argument_parser", "command_parser", "files_read"]
+__all__ = [
+    "COMMANDS",
+    "OPTIONS_OF",
+    "add_options",
+    "argument_parser",
+    "command_parser",
+    "default_of",
+]
+__all__ += ["files_read"]
 
 _DESCRIPTION = (
     "Train Detectron2 models within the available memory. Before training, and without a GPU, "
@@ -39,11 +46,25 @@ configs/common/train.py, it may have:
     train.memfit                a dict with the keys of MEMFIT in lower case, such as
                                 {"budget_gb": 6, "oom": {"policy": "split"}} ({})
 
-Without a GPU it trains on the CPU, on N processes with --num-gpus N.
+Without a GPU it trains on the CPU, on N processes with --num-gpus N. A project trains by its own
+script: docs/YOUR_PROJECT.md
 """
 
+
+def positive_int(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def height_width(text: str) -> tuple[int, int]:
+    height, width = text.lower().replace("x", ",").split(",")
+    return positive_int(height), positive_int(width)
+
+
 _FLAG: dict[str, Any] = {"action": "store_true"}
-_INT: dict[str, Any] = {"type": int}
+_INT: dict[str, Any] = {"type": positive_int}
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 _FUNCTION: dict[str, Any] = {"metavar": "MODULE:FUNCTION"}
 _COCO: dict[str, Any] = {"nargs": 3, "metavar": ("NAME", "JSON", "IMAGE_DIR")}
@@ -65,15 +86,15 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--fit": ("make the job fit this machine, or --budget or --card, by a plan", _FLAG),
     "--hold-out": ("evaluate on this share of --coco, such as 0.2", {"type": float}),
     "--html": ("write the answer and the memory of a step as an HTML page", _FILE),
-    "--image-size": ("the largest image file, in pixels", {"metavar": "HEIGHT,WIDTH"}),
+    "--image-size": ("the largest image file", {"type": height_width, "metavar": "HEIGHT,WIDTH"}),
     "--inference-only": ("estimate inference on one image instead", _FLAG),
     "--input": ("an image, a video, or a folder of them", {"type": Path}),
     "--instances": ("annotated objects of the most crowded image", _INT),
     "--items": ("measure only items with this in their name", {"default": ""}),
     "--json": ("print the result as JSON", _FLAG),
-    "--machine-rank": ("rank of this machine (default: 0)", {**_INT, "default": 0}),
+    "--machine-rank": ("rank of this machine (default: 0)", {"type": int, "default": 0}),
     "--min-score": ("lowest score that is drawn (0.5)", {"type": float, "default": 0.5}),
-    "--num-gpus": ("GPUs on each machine (default: 1)", {**_INT, "default": 1}),
+    "--num-gpus": ("GPUs on each machine (default: 1)", {"type": int, "default": 1}),
     "--num-machines": ("number of machines (default: 1)", {**_INT, "default": 1}),
     "--output": ("file for the planned config", _FILE),
     "--overwrite": ("replace outputs that exist, instead of an error", _FLAG),
@@ -94,11 +115,11 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
 _PROJECT = "--config-file --project --trainer --coco --card"
 _JOB = f"{_PROJECT} --num-gpus --batch --image-size --instances --details"
 _ANSWER = "--json --html --overwrite"
-_ESTIMATE = f"{_JOB} {_ANSWER} --device --probe --run --training-only opts"
-_OF_COMMANDS = {
+_ESTIMATE = f"{_JOB} {_ANSWER} --device --probe --run --training-only"
+OPTIONS_OF = {
     "explain": f"log {_PROJECT} {_ANSWER} --image-size --instances --details --output",
-    "estimate": f"{_ESTIMATE} --inference-only",
-    "plan": f"{_ESTIMATE} --budget --allow --prefer --output",
+    "estimate": f"{_ESTIMATE} --inference-only opts",
+    "plan": f"{_ESTIMATE} --budget --allow --prefer --output opts",
     "doctor": f"{_JOB} opts",
     "predict": f"{_PROJECT} --budget --weights --input --output --overwrite --tile-size "
     "--min-score opts",
@@ -126,33 +147,20 @@ def add_options(parser: argparse.ArgumentParser, names: str, command: str = "") 
         parser.add_argument(name, **{"help": help, **default, **arguments, **instead})
 
 
-class _CommandParser(argparse.ArgumentParser):
-    """The parser of a program with commands, which suggests an option for an unknown one."""
-
-    def parse_args(self, *args: Any) -> argparse.Namespace:  # type: ignore[override]
-        parsed, unknown = self.parse_known_args(*args)
-        if unknown:
-            name = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(name, _OF_COMMANDS[parsed.command].split(), n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            if parsed.command == "train" and name in ("--trainer", "--project"):
-                hint = ". A project trains by its own script: docs/YOUR_PROJECT.md"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
-        return parsed
+def default_of(option: str) -> Any:
+    return _OPTIONS[option][1].get("default")
 
 
 def command_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
-    parser = _CommandParser(prog="d2-memfit", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="d2-memfit", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"d2_memfit {__version__}")
-    commands = parser.add_subparsers(
-        dest="command", required=True, parser_class=argparse.ArgumentParser
-    )
+    commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
         epilog = _TRAIN if name == "train" else None
         raw = argparse.RawDescriptionHelpFormatter
         command = commands.add_parser(name, help=text, epilog=epilog, formatter_class=raw)
-        add_options(command, _OF_COMMANDS[name], name)
+        add_options(command, OPTIONS_OF[name], name)
     return parser
 
 
@@ -164,7 +172,7 @@ def argument_parser(usage: Optional[str] = None) -> argparse.ArgumentParser:
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(epilog=usage or _TRAIN, formatter_class=raw)
-    add_options(parser, _OF_COMMANDS["train"], "train")
+    add_options(parser, OPTIONS_OF["train"], "train")
     return parser
 
 

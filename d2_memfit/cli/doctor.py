@@ -8,9 +8,8 @@ from typing import Any
 
 from ..doctor.examination import answer_of_findings, examine
 from ..job import Job
-from .next_step import after_a_look
 from .options import job_of, load_config, trainer_of
-from .plan import with_notes
+from .plan import next_plan, with_notes
 from .screen import put_together, show, show_progress
 
 __all__ = ["doctor"]
@@ -25,7 +24,7 @@ def doctor(args: argparse.Namespace) -> None:
     is_well = all(finding.is_well is not False for finding in findings)
     lines = "\n".join(map(str, findings))
     answer, details = with_notes(args, answer_of_findings(findings), lines)
-    show(put_together(args, answer, details, after_a_look(args) if is_well else ""))
+    show(put_together(args, answer, details, next_plan(args) if is_well else ""))
     if not is_well:
         sys.exit(_UNWELL)
 

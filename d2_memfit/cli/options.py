@@ -2,39 +2,32 @@
 """The config, the job and its data, from the options of the command line."""
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..common.checks import check_positive_int, value_of
+from ..common.checks import value_of
 from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
-from ..config.lazy import lazy_name, overrides_of
+from ..config.lazy import overrides_of
 from ..config.load import load_cfg, merge_opts
 from ..config.settings import check_settings
 from ..data.coco_file import CocoFile, check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import Setting, fit_to_data, goes_with_data
-from ..errors import ConfigError, ConfigErrors, UnknownKeyError
-from ..job import (
-    PROJECT,
-    GivenBatches,
-    Job,
-    find_function,
-    load_lazy_config,
-    projects_of,
-    with_overrides,
-)
+from ..errors import ConfigError
+from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
-__all__ = ["Config", "check_lazy_options", "check_opts", "image_size_of", "is_lazy", "job_of"]
-__all__ += ["load_config", "load_lazy", "opts_of_budget", "opts_of_fit", "opts_of_settings"]
-__all__ += ["project_functions", "trainer_of", "with_data", "with_opts"]
+__all__ = ["Config", "check_lazy_options", "find_function", "is_lazy", "job_of", "load_config"]
+__all__ += ["load_lazy", "opts_of_budget", "opts_of_fit", "opts_of_settings", "project_functions"]
+__all__ += ["trainer_of", "with_data", "with_opts"]
 
 Config = Union[CfgNode, DictConfig]
 
@@ -51,7 +44,7 @@ def is_lazy(config_file: str) -> bool:
 def load_config(args: argparse.Namespace, more: Sequence[str] = ()) -> Config:
     """Load the config of the command line, with its budget and what follows from ``--coco``.
 
-    ``args.notes`` gets a line for each setting from the data, and one for the keys of a project.
+    ``args.notes`` gets a line for each setting from the data.
 
     Args:
         more: KEY VALUE pairs of the command, before the user's.
@@ -59,31 +52,11 @@ def load_config(args: argparse.Namespace, more: Sequence[str] = ()) -> Config:
     args.notes, add_keys = [], project_functions(args)
     if is_lazy(args.config_file):
         return load_lazy(args, more)
-    check_opts(args.opts)
+    trainer_of(args)  # importing it also registers what the config names
     opts = [*opts_of_budget(args), *more, *args.opts]
-    if not add_keys:  # a project may set everything in its keys
-        find_config_file(args.config_file)
-    # Importing the trainer also registers what the config names.
-    guessed = projects_of(args.trainer) if args.trainer else []
-    if guessed and not add_keys:
-        names = " --project ".join(guessed)
-        args.notes.append(f"Added the project's keys, as with: --project {names}")
-        add_keys = [find_function(name) for name in guessed]
-    try:
-        recipe = load_cfg(args.config_file, (), add_keys, opts)
-        check = partial(check_settings, trains=bool(args.coco))  # the job checks the rest
-        cfg, settings = with_data(recipe, args, opts, check)
-    except ConfigError as e:
-        advice = (
-            ". If a project adds it, name the function that does: --project MODULE:FUNCTION, such "
-            f"as {PROJECT}; or its trainer: --trainer MODULE:CLASS"
-        )
-        raise ConfigErrors(
-            [
-                ConfigError(f"{error}{advice}") if isinstance(error, UnknownKeyError) else error
-                for error in getattr(e, "errors", [e])
-            ]
-        ) from e
+    recipe = load_cfg(args.config_file, (), add_keys, opts)
+    check = partial(check_settings, trains=bool(args.coco))  # the job checks the rest
+    cfg, settings = with_data(recipe, args, opts, check)
     settings = sorted(settings, key=lambda setting: bool(setting.key))  # complaints first
     args.notes += [f"From the data: {setting}" for setting in settings]
     return cfg
@@ -93,7 +66,7 @@ def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
     """The functions of ``--project``. Its folders are where their modules are looked for."""
     folders = [name for name in args.project if os.path.isdir(name)]
     sys.path[:0] = [name for name in folders if name not in sys.path]
-    return [find_function(name) for name in args.project if name not in folders]
+    return [find_function(name, "--project") for name in args.project if name not in folders]
 
 
 def check_lazy_options(args: argparse.Namespace, *others: str) -> None:
@@ -124,68 +97,50 @@ def trainer_of(args: argparse.Namespace) -> Any:
     return find_function(args.trainer, "--trainer") if args.trainer else None
 
 
+def find_function(name: str, option: str) -> Callable[..., Any]:
+    """Find the object named MODULE:NAME. Importing its module registers the project's models.
+
+    Args:
+        option: the command-line option, for messages.
+
+    Raises:
+        ConfigError: there is no such module or function, or the module cannot be imported.
+    """
+    module_name, _, function_name = name.partition(":")
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    except (Exception, SystemExit) as e:  # a project's code may raise anything
+        raise ConfigError(
+            f"{option} must be MODULE:NAME, such as train_net:Trainer, got {name!r}, which cannot "
+            f"be imported ({type(e).__name__}: {e}). If it is in another folder, add --project "
+            "FOLDER"
+        ) from e
+    return found
+
+
 def job_of(args: argparse.Namespace, cfg: Config) -> Job:
     """Make the job of a config, with the trainer and the largest batch of the command line."""
     batch = None
     if args.batch:
         batch = find_function(args.batch, "--batch")(cfg)
         GivenBatches(batch)  # raises if it is not a batch
-    sizes = {"image_size": image_size_of(args.image_size), "num_instances": args.instances}
-    if args.instances is not None:
-        check_positive_int("--instances", args.instances)
+    sizes = {"image_size": args.image_size, "num_instances": args.instances}
     return Job.from_any(cfg, trainer_of(args), args.num_gpus, batch=batch, **sizes)
 
 
-def image_size_of(text: Optional[str]) -> Optional[tuple[int, int]]:
-    """Height and width in pixels."""
-    if text is None:
-        return None
-    try:
-        height, width = (int(part) for part in text.lower().replace("x", ",").split(","))
-    except ValueError:
-        raise ConfigError(f"--image-size must be HEIGHT,WIDTH in pixels, got {text!r}") from None
-    check_positive_int("--image-size", height)
-    check_positive_int("--image-size", width)
-    return height, width
-
-
-def check_opts(opts: Sequence[str]) -> None:
-    """Raise :class:`ConfigError` unless ``opts`` are KEY VALUE pairs."""
-    for key in opts[::2]:
-        if key.startswith("--"):
-            raise ConfigError(f"{key}: options must come before the KEY VALUE pairs")
-        name, sign, value = key.partition("=")
-        if sign:
-            raise ConfigError(f"{key}: write it with a space, {name} {value or 'VALUE'}")
-    if len(opts) % 2:
-        raise ConfigError(
-            f"KEY VALUE pairs: a value is missing after {opts[-1]}. Quote values with spaces: "
-            """DATASETS.TRAIN "('my_train',)\""""
-        )
-
-
 def opts_of_budget(args: argparse.Namespace) -> list[str]:
-    """KEY VALUE pairs for ``--card`` and ``--budget``.
+    """KEY VALUE pairs for ``--card`` and ``--budget``, which the user's own pairs overrule.
 
     Raises:
-        ConfigError: there is no such card or number, or more than one option or key sets a budget.
+        ConfigError: there is no such card, or both are given.
     """
     budget = getattr(args, "budget", None)
-    named = [f"--card {args.card}"] if args.card is not None else []
-    named += [f"--budget {budget}"] if budget is not None else []
-    if not named:
-        return []
-    given = {option.partition("=")[0].lstrip("+") for option in args.opts}
-    keys = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")
-    named += [key for key in (*keys, *map(lazy_name, keys)) if key in given]
-    if len(named) > 1:
-        raise ConfigError(f"{named[0]} and {named[1]} both set the budget: give only one")
+    if args.card is not None and budget is not None:
+        raise ConfigError(f"--card {args.card} and --budget {budget}: give only one")
     if args.card is not None:
         return [str(part) for setting in settings_of_card(args.card).items() for part in setting]
-    if budget != "auto" and not _is_number(str(budget)):
-        raise ConfigError(
-            f"--budget must be a number of GB, such as 6, got {budget!r}. A card is --card 6GB"
-        )
+    if budget is None:
+        return []
     on_cpu = budget == "auto" and getattr(args, "device", None) == "cpu"
     return ["MEMFIT.BUDGET_GB", str(budget), *(["MODEL.DEVICE", "cpu"] if on_cpu else [])]
 
@@ -197,14 +152,6 @@ def opts_of_fit(cfg: CfgNode, eval_only: bool) -> dict[str, str]:
     if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         opts["MEMFIT.BUDGET_GB"] = "auto"
     return opts
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def with_data(

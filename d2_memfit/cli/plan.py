@@ -3,7 +3,9 @@
 
 import argparse
 import json
+import re
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -14,7 +16,7 @@ from ..errors import ConfigError
 from ..job import Job
 from ..memory import use_expandable_segments
 from ..planner.estimate import DryJob
-from ..planner.plan import plan_memory
+from ..planner.plan import Plan, plan_memory
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
 from ..planner.text import (
     answer_of_estimate,
@@ -25,20 +27,21 @@ from ..planner.text import (
 )
 from ..predict.estimate import estimate_inference
 from ..report import write_page
-from .next_step import after_a_look, after_no_plan, after_plan
 from .options import Config, is_lazy, job_of, load_config
-from .screen import print_text, put_together, say, show, show_progress
+from .screen import next_step, put_together, say, show, show_progress
 
-__all__ = ["check_plan_file", "estimate", "plan", "with_notes"]
+__all__ = ["DOES_NOT_FIT", "check_plan_file", "estimate", "give_answer", "next_plan", "next_train"]
+__all__ += ["plan", "with_notes", "write_plan"]
 
 DOES_NOT_FIT = 3  # exit status
+_BUDGET = re.compile(r"\+?(train\.)?memfit\.(budget_gb|preset)\b", re.IGNORECASE)
 
 
 def estimate(args: argparse.Namespace) -> None:
     _, job, device = _asked(args)
     if args.inference_only:
         inference = estimate_inference(job, device)
-        _print(args, inference, str(inference), "", "")
+        give_answer(args, inference, str(inference))
         return
     progress = show_progress if sys.stderr.isatty() else str  # its output has nothing else
     dry_job = DryJob(job, device, not args.training_only, progress, args.run)
@@ -47,14 +50,15 @@ def estimate(args: argparse.Namespace) -> None:
     estimate, budget_gb = dry_job.estimate(), job.budget_gb
     if budget_gb is not None and not args.probe:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
-    fits = budget_gb is not None and dry_job.fits(budget_gb)
-    answer = answer_of_estimate(estimate, budget_gb, fits)
-    details, next_step = describe_estimate(estimate), after_a_look(args)
-    if args.html is not None:
-        texts = {"Answer": with_notes(args, answer, details)[0], "Next": next_step}
-        steps = {"training": dry_job.device.events(dry_job.whole())}
-        write_page(args.html, "What a job needs", {**texts, "Details": details}, steps, budget_gb)
-    _print(args, estimate, answer, details, next_step)
+    give_answer(
+        args,
+        estimate,
+        answer_of_estimate(estimate, budget_gb, budget_gb is not None and dry_job.fits(budget_gb)),
+        describe_estimate(estimate),
+        next_plan(args),
+        steps=lambda: {"training": dry_job.device.events(dry_job.whole())},
+        limit_gb=budget_gb,
+    )
 
 
 def plan(args: argparse.Namespace) -> None:
@@ -77,30 +81,93 @@ def plan(args: argparse.Namespace) -> None:
         counts_objects=True,
         run=args.run,
     )
-    answer, details = answer_of_plan(plan), describe_plan(plan)
-    next_step = after_plan(args) if plan.fits else after_no_plan(args, plan)
-    # Files first: who reads what is printed may end early.
-    if args.html is not None:
-        texts = {"Answer": with_notes(args, answer, details)[0], "Keys": keys_as_yaml(job, plan)}
-        texts |= {"Next": next_step, "Details": details}
-        steps = {}
-        for name, of_step in (
-            ("without the plan", job),
-            ("with the plan", job.with_settings(plan.settings)),
-        ):
-            dry_job = DryJob(of_step, device, evaluates=False, run=args.run)
-            steps[name] = dry_job.device.events(dry_job.whole())
-        write_page(args.html, f"A plan for {plan.budget_gb:.4g} GB", texts, steps, plan.budget_gb)
-    if args.output is not None and plan.fits:
-        as_python = args.output.suffix == ".py"
-        text = (
-            lazy_file(args.config_file, args.opts, plan) if as_python else planned_yaml(cfg, plan)
+
+    def steps() -> dict[str, Any]:
+        planned = job.with_settings(plan.settings)
+        dry = DryJob(planned, device, evaluates=False, run=args.run)
+        return {"with the plan": dry.device.events(dry.whole())}
+
+    if args.output is not None and plan.fits:  # who reads what is printed may end early
+        is_lazy = args.output.suffix == ".py"
+        write_plan(
+            args.output,
+            lazy_file(args.config_file, args.opts, plan) if is_lazy else planned_yaml(cfg, plan),
         )
-        with output_file(args.output, "w") as file:
-            file.write(text)
-    _print(args, plan, answer, details, next_step)
+    give_answer(
+        args,
+        plan,
+        answer_of_plan(plan),
+        describe_plan(plan),
+        _next_step(args, plan),
+        keys=keys_as_yaml(job, plan),
+        steps=steps,
+        limit_gb=plan.budget_gb,
+    )
     if not plan.fits:
         sys.exit(DOES_NOT_FIT)
+
+
+def write_plan(path: Path, text: str) -> None:
+    with output_file(path, "w") as file:
+        file.write(text)
+
+
+def give_answer(
+    args: argparse.Namespace,
+    result: Any,
+    answer: str,
+    details: str = "",
+    next_step: str = "",
+    keys: str = "",
+    steps: Callable[[], Mapping[str, Iterable[Any]]] = dict,
+    limit_gb: Optional[float] = None,
+) -> None:
+    """Print the result of estimate, plan or explain, as text or JSON, and write its page.
+
+    Args:
+        result: a dataclass, for ``--json``.
+        keys, steps, limit_gb: of the page, as for :func:`~d2_memfit.report.write_page`.
+    """
+    answer, details = with_notes(args, answer, details)
+    if args.html is not None:
+        texts = {"Answer": answer, "Keys": keys, "Next": next_step, "Details": details}
+        write_page(args.html, f"d2-memfit {args.command}", texts, steps(), limit_gb)
+    if args.json:
+        for note in args.notes:
+            say(note)
+        show(json.dumps(asdict(result), indent=2))
+    else:
+        show(put_together(args, answer, details, next_step))
+
+
+def next_plan(args: argparse.Namespace, **values: Any) -> str:
+    """The line that plans for the job of a command, by default for its card, or for 6 GB."""
+    device = str(getattr(args, "device", None))
+    if not (args.card or getattr(args, "budget", None)):
+        values = {"card": device if find_card(device) else "6GB", **values}
+    file = "plan.py" if is_lazy(args.config_file) else "plan.yaml"
+    return next_step("plan, and write the plan to a file", "plan", args, output=file, **values)
+
+
+def next_train(args: argparse.Namespace, num_gpus: int) -> str:
+    """The lines after a plan was written."""
+    script = Path((args.trainer or "").partition(":")[0].replace(".", "/") + ".py")
+    has_code = args.trainer or args.project
+    program = f"python {script if script.is_file() else 'YOUR_SCRIPT.py'}" if has_code else ""
+    options = argparse.Namespace(config_file=args.output, num_gpus=num_gpus, coco=args.coco)
+    data = "" if args.coco or args.command == "plan" else " (add its data with --coco)"
+    return f"Written: {args.output}\n{next_step(f'train it{data}', 'train', options, program)}"
+
+
+def _next_step(args: argparse.Namespace, plan: Plan) -> str:
+    if plan.fits:
+        return next_train(args, args.num_gpus) if args.output else next_plan(args)
+    if plan.must_allow:
+        return next_plan(args, allow=",".join(plan.must_allow))
+    size = 1 if is_lazy(args.config_file) else 2
+    pairs = [args.opts[i : i + size] for i in range(0, len(args.opts), size)]
+    opts = [word for pair in pairs if not _BUDGET.match(pair[0]) for word in pair]
+    return next_plan(args, card=None, budget=plan.smallest_budget_gb, opts=opts)
 
 
 def check_plan_file(config_file: Optional[str], output: Optional[Path]) -> None:
@@ -130,14 +197,3 @@ def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     card = find_card(args.card or "")
     return cfg, job_of(args, cfg), args.device or (card.device if card else None)
-
-
-def _print(
-    args: argparse.Namespace, result: Any, answer: str, details: str, next_step: str
-) -> None:
-    if args.json:
-        for note in args.notes:
-            say(note)
-        print_text(json.dumps(asdict(result), indent=2))
-    else:
-        show(put_together(args, *with_notes(args, answer, details), next_step))

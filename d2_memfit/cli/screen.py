@@ -1,42 +1,40 @@
 # Copyright (c) the d2_memfit developers.
-"""What commands print: answers, progress, and the screen of a training.
+"""What commands print: answers, the next command, progress, and the screen of a training.
 
 The log's file has everything. The screen leaves out Detectron2's dumps of environment, config and
-model, shows each of the first iterations, and on a terminal a progress bar.
+model, and has a progress bar on a terminal.
 """
 
 import argparse
 import logging
-import os
 import re
+import shlex
 import sys
 from contextlib import ExitStack
-from typing import Optional
+from typing import Any, Optional
 
 import torch
-from detectron2.engine import HookBase, hooks
-from detectron2.utils.events import CommonMetricPrinter
+from detectron2.engine import HookBase
 from detectron2.utils.logger import setup_logger
-from termcolor import colored
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..common.units import GB
 from ..errors import printable
 from ..memory import device_memory
+from .command_line import OPTIONS_OF, default_of
 
-__all__ = ["PrintableFormatter", "end_progress", "leave_out_dumps", "print_text", "progress_hooks"]
-__all__ += ["put_together", "say", "show", "show_progress"]
+__all__ = ["PrintableFormatter", "ProgressBar", "end_progress", "leave_out_dumps"]
+__all__ += ["next_step", "put_together", "say", "show", "show_progress"]
 
 _LINES = 10  # of an answer, so that 15 are enough for all
-_COLOURS = {"Fits": "green", "Works": "green", "Does not fit": "red", "Does not work": "red"}
 _DUMPS = (
     *("Environment info", "Command line arguments", "Contents of args.config_file"),
     *("Running with full config", "Model:"),
 )
 _CODES = re.compile(r"\x1b\[[0-9;]*m")  # of Detectron2's tables
 _LOGGERS = ("detectron2", "fvcore", "d2_memfit")
-_PERIOD = 20  # iterations between lines of Detectron2's log
+_OF_ANSWER = ("details", "json", "html", "overwrite", "output")  # the next command has its own
 _bars: list[tqdm] = []  # the open one of show_progress
 
 
@@ -48,23 +46,37 @@ def put_together(args: argparse.Namespace, answer: str, details: str, next_step:
     return "\n\n".join(filter(None, [answer + more, next_step]))
 
 
-def show(text: object) -> None:
-    """Print a text of several lines. The verdict, before the first colon, has a colour."""
-    end_progress()
-    shown = printable(str(text), keeps="\n")
-    verdict, colon, rest = shown.partition(":")
-    if sys.stdout.isatty() and verdict in _COLOURS:
-        shown = colored(verdict + colon, _COLOURS[verdict], attrs=["bold"]) + rest
-    print_text(shown)
+def next_step(
+    why: str, command: str, args: argparse.Namespace, program: str = "", **values: Any
+) -> str:
+    """Lines with a command to paste: the options of another command that this one has, too.
+
+    Args:
+        command: estimate, plan, ...
+        program: what is typed; "" for ``d2-memfit`` and the command.
+        values: other values for some options.
+    """
+    given = {**vars(args), **dict.fromkeys(_OF_ANSWER), **values}
+    words: list[Any] = program.split() or ["d2-memfit", command]
+    for option in OPTIONS_OF[command].split():
+        name = option.lstrip("-").replace("-", "_")
+        value = given.get(name)
+        if name == option:  # it has no name on the command line
+            words += value if isinstance(value, list) else filter(None, [value])
+        elif isinstance(value, list):  # an option that may be repeated
+            for each in value:
+                words += [option, *([each] if isinstance(each, str) else each)]
+        elif isinstance(value, tuple):
+            words += [option, ",".join(map(str, value))]
+        elif value and value != default_of(option):
+            words += [option] if value is True else [option, value]
+    return f"Next, {why}:\n  {shlex.join(map(str, words))}"
 
 
-def print_text(text: str) -> None:
-    """Print a text, unless its reader has ended, as in ``d2-memfit ... | head``."""
+def show(text: str) -> None:
+    """Print a text of several lines."""
     end_progress()
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # https://docs.python.org/3/library/signal.html#note-on-sigpipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print(printable(text, keeps="\n"), flush=True)
 
 
 def say(line: str) -> None:
@@ -118,26 +130,6 @@ class PrintableFormatter(logging.Formatter):
         if record.exc_info:
             record.exc_text = printable(self.formatException(record.exc_info), keeps="\n")
         return self._inner.format(record)
-
-
-def progress_hooks(max_iter: int) -> list[HookBase]:
-    """The hooks of the main rank that show the progress of training."""
-    first = FirstIterations([CommonMetricPrinter(max_iter)], period=1)
-    return [first, *([ProgressBar()] if sys.stdout.isatty() else [])]
-
-
-class FirstIterations(hooks.PeriodicWriter):
-    """Writes each of the first iterations that Detectron2's writer leaves out."""
-
-    def after_step(self) -> None:
-        trainer = self.trainer
-        is_first = trainer.iter - trainer.start_iter < _PERIOD
-        is_in_the_log = (trainer.iter + 1) % _PERIOD == 0 or trainer.iter + 1 == trainer.max_iter
-        if is_first and not is_in_the_log:
-            super().after_step()
-
-    def after_train(self) -> None:
-        """Write nothing. The hook that writes the log does."""
 
 
 class ProgressBar(HookBase):

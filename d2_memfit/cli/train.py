@@ -4,14 +4,12 @@
 import argparse
 import inspect
 import logging
-import math
 import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, Optional
 from unittest.mock import patch
 
@@ -22,12 +20,10 @@ from detectron2.data import MetadataCatalog
 from detectron2.engine import default_setup, default_writers, hooks
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
-from detectron2.utils.logger import setup_logger
 from detectron2.utils.registry import locate
 from omegaconf import DictConfig, ListConfig
 from torch import nn
 
-from ..common.checks import check_positive_int, value_of, whole
 from ..common.files import FolderLock, check_run_folder, whole_file
 from ..compat import has_compiled_ops
 from ..config.files import find_config_file
@@ -35,7 +31,6 @@ from ..config.lazy import cfg_of_lazy
 from ..config.load import load_cfg, merge_opts, with_settings
 from ..config.precision import Precision
 from ..config.settings import check_settings
-from ..data.classes import class_keys
 from ..data.hold_out import hold_out
 from ..data.registration import check_datasets, register_coco
 from ..engine.build import build_trainer
@@ -46,15 +41,13 @@ from ..engine.evaluating import evaluating
 from ..engine.launch import launch, usable_device, world_size
 from ..errors import ConfigError, MemfitError, exit_on_error
 from ..job import Job, LazyParts, TrainerParts
-from ..memory import use_expandable_segments
+from ..memory import keep_plan, use_expandable_segments
 from ..planner.fit_config import fit_config
 from ..predict.predictor import WholeModelCheckpointer
 from .command_line import argument_parser, files_read
-from .next_step import after_training
 from .options import (
     Config,
     check_lazy_options,
-    check_opts,
     load_lazy,
     opts_of_budget,
     opts_of_fit,
@@ -62,7 +55,7 @@ from .options import (
     with_data,
     with_opts,
 )
-from .screen import leave_out_dumps, progress_hooks, show
+from .screen import ProgressBar, leave_out_dumps, next_step, show
 
 __all__ = ["Trainer", "argument_parser", "run", "run_script"]
 
@@ -112,38 +105,31 @@ class Trainer(MemfitTrainer):
     def load_weights(cls, cfg: CfgNode, model: nn.Module, resume: bool) -> None:
         """Load the weights to evaluate: the last checkpoint, or MODEL.WEIGHTS."""
         checkpointer = WholeModelCheckpointer(model, cfg.OUTPUT_DIR)
-        if not cfg.MODEL.WEIGHTS and not (resume and checkpointer.has_checkpoint()):
-            logger.warning(
-                "--eval-only evaluates random weights, because MODEL.WEIGHTS is empty. Set it, or "
-                "add --resume for the last checkpoint of OUTPUT_DIR"
-            )
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
 
 
 def prepare(
     args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
-) -> tuple[Optional[CfgNode], int]:
+) -> Optional[CfgNode]:
     """Check all that can be checked before a process starts, and complete the arguments.
 
     Nothing is written to OUTPUT_DIR, except for the files of ``--hold-out``, which become the
     values of ``args.coco``. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
-    before the user's. ``args.notes`` gets lines about the settings from the data.
+    before the user's. ``args.notes`` gets lines about the config for the log.
 
     Args:
         trainer, add_keys: as for :func:`run`.
 
     Returns:
-        The config, and the effective batch of its file. A LazyConfig is None and 0: its objects
-        may not be picklable, so each rank loads it.
+        The config. A LazyConfig is None: its objects may not be picklable, so each rank loads it.
     """
-    ranks, cfg, batch, args.notes = world_size(args.num_gpus, args.num_machines), None, 0, []
+    ranks, cfg, args.notes = world_size(args.num_gpus, args.num_machines), None, []
     if args.config_file.endswith(".py") and trainer is Trainer:
         check_lazy_options(args, "hold_out", "training_only")
         keys = cfg_of_lazy(_load_lazy(args))
         check_settings(keys, ranks, trains=not args.eval_only)
     else:
-        keys, batch = _load_yaml(args, ranks, add_keys)
-        cfg = keys
+        keys = cfg = _load_yaml(args, ranks, add_keys)
     if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
     if cfg is not None:
@@ -152,7 +138,7 @@ def prepare(
         check_datasets(cfg, args.eval_only)
     Precision.from_cfg(keys)
     _check_folder(args, keys)
-    return cfg, batch
+    return cfg
 
 
 def _load_lazy(args: argparse.Namespace) -> DictConfig:
@@ -169,8 +155,7 @@ def _load_lazy(args: argparse.Namespace) -> DictConfig:
     return cfg
 
 
-def _load_yaml(args: argparse.Namespace, ranks: int, add_keys: AddKeys) -> tuple[CfgNode, int]:
-    check_opts(args.opts)
+def _load_yaml(args: argparse.Namespace, ranks: int, add_keys: AddKeys) -> CfgNode:
     opts = [*opts_of_budget(args), *args.opts]
     if args.training_only:
         opts = [*opts, "DATASETS.TEST", "()"]
@@ -181,31 +166,43 @@ def _load_yaml(args: argparse.Namespace, ranks: int, add_keys: AddKeys) -> tuple
         cfg, _ = with_data(recipe, without_data, opts, check)
         args.coco = hold_out(args.coco, args.hold_out, cfg.OUTPUT_DIR, args.resume)
     cfg, settings = with_data(recipe, args, opts, check, trains=trains, reads_images=True)
-    args.notes = [str(setting) for setting in settings]
+    args.notes = [f"From the data: {setting}" for setting in settings]
+    args.notes += _batch_notes(recipe.SOLVER, cfg.SOLVER) if trains else []
     wanted = opts_of_fit(cfg, args.eval_only) if args.fit else {}
     of_fit = [text for key in wanted if key not in opts[::2] for text in (key, wanted[key])]
     merge_opts(cfg, of_fit)
     args.opts = [*of_fit, *opts_of_settings(settings), *opts]
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
     cfg.freeze()
-    return cfg, recipe.SOLVER.IMS_PER_BATCH * recipe.SOLVER.ACCUMULATION_STEPS
+    return cfg
+
+
+def _batch_notes(recipe: CfgNode, solver: CfgNode) -> list[str]:
+    """A warning if the command changes the file's effective batch and not its learning rate."""
+    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
+    factor /= recipe.IMS_PER_BATCH * recipe.ACCUMULATION_STEPS
+    if factor == 1 or solver.REFERENCE_WORLD_SIZE or solver.BASE_LR != recipe.BASE_LR:
+        return []
+    return [
+        f"SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH} x SOLVER.ACCUMULATION_STEPS "
+        f"{solver.ACCUMULATION_STEPS} is {factor:.3g} times the batch of the config file, but "
+        f"SOLVER.BASE_LR {solver.BASE_LR:g} is unchanged. Scale it with the batch "
+        f"(arXiv:1706.02677): SOLVER.BASE_LR {solver.BASE_LR * factor:g}. Or keep the batch with "
+        "SOLVER.ACCUMULATION_STEPS"
+    ]
 
 
 def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
     """Build the model without memory for its weights, which takes a tenth of a second."""
-    for key in class_keys(cfg) or ():
-        check_positive_int(key, value_of(cfg, key))
     try:
         with torch.device("meta"):
             trainer.build_model(with_settings(cfg, {"MODEL.DEVICE": "meta"}))
     except MemfitError:
         raise
     except Exception as e:
-        frame, line = [*walk_tb(e.__traceback__)][-1]
         raise ConfigError(
-            f"the model cannot be built from this config ({e!r}, in {frame.f_code.co_filename}:"
-            f"{line}). Compare its keys with a config of the zoo. A project's model is trained by "
-            "the project's script"
+            f"the model cannot be built from this config ({e!r}). Compare its keys with a config "
+            "of the zoo. A project's model is trained by the project's script"
         ) from e
 
 
@@ -232,45 +229,44 @@ def _check_folder(args: argparse.Namespace, keys: CfgNode) -> None:
 def main(
     args: argparse.Namespace,
     cfg: Optional[Config],
-    batch_of_file: int = 0,
     trainer_class: type[Trainer] = Trainer,
     add_keys: AddKeys = (),
 ) -> None:
-    """Run one rank, with the arguments, config and batch of :func:`prepare`."""
+    """Run one rank, with the arguments and the config of :func:`prepare`."""
     for dataset in args.coco:
         register_coco(*dataset)
     cfg = _load_lazy(args) if cfg is None else cfg
     keys = cfg_of_lazy(cfg) if isinstance(cfg, DictConfig) else cfg
     _set_up_rank(args, cfg, keys)
     for note in args.notes:
-        logger.info("From the data: %s", note)
+        logger.info(note)
     if args.eval_only:
         weights = _evaluate(args, cfg, keys, trainer_class)
     else:
-        _warn_of_batch(args.opts, keys, batch_of_file)
         weights = _train(args, _fitted(cfg, trainer_class), trainer_class)
     if weights and comm.is_main_process():
-        own = None if trainer_class is Trainer else trainer_class
-        show(after_training(args, keys.OUTPUT_DIR, weights, own, add_keys))
+        show(_end(args, keys.OUTPUT_DIR, weights, trainer_class, add_keys))
 
 
 def _set_up_rank(args: argparse.Namespace, cfg: Config, keys: CfgNode) -> None:
     """Run Detectron2's ``default_setup``; an evaluation keeps the config.yaml of the training."""
-    config_file = Path(keys.OUTPUT_DIR) / "config.yaml"
+    folder, is_main = Path(keys.OUTPUT_DIR), comm.is_main_process()
+    config_file = folder / "config.yaml"
     try:
-        is_kept = args.eval_only and comm.is_main_process() and config_file.is_file()
+        is_kept = args.eval_only and is_main and config_file.is_file()
         of_training = config_file.read_text() if is_kept else None
         leave_out_dumps(keys.OUTPUT_DIR, comm.get_rank())
-        if comm.is_main_process() and isinstance(cfg, CfgNode):
+        if is_main and isinstance(cfg, CfgNode):
             with whole_file(config_file, "w") as file:  # default_setup leaves a part on a full disk
                 file.write(cfg.dump())
         default_setup(cfg, args)
         if of_training is not None:  # an evaluation may have other keys
             with whole_file(config_file, "w") as file:
                 file.write(of_training)
+        if is_main and not args.eval_only:
+            keep_plan(args.config_file, folder)
     except OSError as e:  # such as a full disk
-        raise ConfigError(f"OUTPUT_DIR {keys.OUTPUT_DIR} cannot be written ({e.strerror})") from e
-    setup_logger(keys.OUTPUT_DIR, distributed_rank=comm.get_rank(), name="d2_memfit")
+        raise ConfigError(f"OUTPUT_DIR {folder} cannot be written ({e.strerror})") from e
     if keys.MODEL.DEVICE == "cpu" and not torch.cuda.is_available():
         logger.warning("No GPU is visible: running on the CPU")
 
@@ -320,8 +316,8 @@ def _train(args: argparse.Namespace, cfg: Config, trainer_class: type[Trainer]) 
             trainer.register_hooks([hooks.EvalHook(0, test)])
     if comm.is_main_process():
         logger.info("Environment, config and model are in %s", Path(output_dir, "log.txt"))
-        last = iterations[1] if iterations else trainer.max_iter
-        trainer.register_hooks(progress_hooks(last))
+        if sys.stdout.isatty():
+            trainer.register_hooks([ProgressBar()])
     trainer.train(*iterations)
     file: str = trainer.checkpointer.get_checkpoint_file()
     return file
@@ -349,22 +345,6 @@ def _lazy_trainer(cfg: DictConfig) -> Any:
     return trainer
 
 
-def _warn_of_batch(opts: Sequence[str], cfg: CfgNode, batch_of_file: int) -> None:
-    """Warn if the command changes the config file's effective batch and not its learning rate."""
-    solver = cfg.SOLVER
-    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS / (batch_of_file or math.inf)
-    if factor in (0, 1) or solver.REFERENCE_WORLD_SIZE or "SOLVER.BASE_LR" in opts[::2]:
-        return
-    text = (
-        f"SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH} x SOLVER.ACCUMULATION_STEPS "
-        f"{solver.ACCUMULATION_STEPS} is {factor:.3g} times the batch of the config file, but "
-        f"SOLVER.BASE_LR {solver.BASE_LR:g} is unchanged. Scale it with the batch "
-        f"(arXiv:1706.02677): SOLVER.BASE_LR {solver.BASE_LR * factor:g}. Or keep the batch with "
-        "SOLVER.ACCUMULATION_STEPS"
-    )
-    logger.warning(text)
-
-
 def _fitted(cfg: Config, trainer: type[Trainer]) -> Config:
     """The config with its plan.
 
@@ -380,6 +360,35 @@ def _fitted(cfg: Config, trainer: type[Trainer]) -> Config:
     return planned
 
 
+def _end(
+    args: argparse.Namespace,
+    output_dir: str,
+    weights: str,
+    trainer: type[Trainer],
+    add_keys: AddKeys,
+) -> str:
+    """The last lines: the files of a run, and how to use its weights."""
+    config, metrics = Path(output_dir, "config.yaml"), Path(output_dir, "metrics.json")
+    written = f"{weights} (weights), {metrics}, {config}"
+    if args.eval_only:
+        written = f"{Path(output_dir, 'inference')} (results)"
+    held_out = (args.coco if args.eval_only else args.coco[1:])[:1]
+    given: dict[str, Any] = {"config_file": config, "weights": weights, "coco": held_out}
+    given["input"] = None if held_out else "FOLDER"
+    if trainer is not Trainer:
+        folder = str(Path(sys.argv[0]).parent)  # of its modules
+        given["project"] = [folder, *map(_name, add_keys)]
+        given["trainer"] = _name(trainer)
+    line = next_step("find objects", "predict", argparse.Namespace(), **given, opts=[])
+    return f"Written: {written}\n{line}"
+
+
+def _name(code: Any) -> str:
+    """MODULE:NAME of a class or function, also of the script that runs."""
+    is_script = code.__module__ in ("__main__", "__mp_main__")  # or the script of a rank
+    return f"{Path(sys.argv[0]).stem if is_script else code.__module__}:{code.__qualname__}"
+
+
 def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()) -> None:
     """Check the arguments, then start the ranks, or join those that torchrun started.
 
@@ -387,15 +396,8 @@ def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: Ad
         trainer: the class that trains and evaluates.
         add_keys: functions that add a project's keys to a config.
     """
-    whole(0)("--num-gpus", args.num_gpus)
-    check_positive_int("--num-machines", args.num_machines)
-    if not 0 <= args.machine_rank < args.num_machines:
-        raise ConfigError(
-            f"--machine-rank must be 0 to {args.num_machines - 1}, because there are "
-            f"--num-machines {args.num_machines}, got {args.machine_rank}"
-        )
-    cfg, batch = prepare(args, trainer, add_keys)
-    of_rank = partial(main, args, cfg, batch, trainer, add_keys)
+    cfg = prepare(args, trainer, add_keys)
+    of_rank = partial(main, args, cfg, trainer, add_keys)
     launch(of_rank, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
 
 

@@ -3,7 +3,6 @@
 
 import contextlib
 import errno
-import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -23,14 +22,9 @@ except ImportError:  # Windows
 __all__ = ["LEFTOVERS", "FolderLock", "is_file", "is_local", "temporary_name", "whole_file"]
 __all__ += ["check_outputs", "check_run_folder", "is_config_dump", "output_file"]
 
-logger = logging.getLogger(__name__)
-
 _Path = Union[str, "os.PathLike[str]"]
 
 LEFTOVERS = "*.memfit_tmp"  # files of processes that were killed while writing
-
-_REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-_said: set[int] = set()
 
 
 def is_local(path: str) -> bool:
@@ -171,15 +165,8 @@ def _flush_to_disk(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as e:
-        if e.errno not in _REFUSED:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # some file systems refuse
             raise
-        if e.errno not in _said:
-            _said.add(e.errno)
-            logger.warning(
-                "The file system refuses fsync (%s): files survive the end of this process, but "
-                "may be lost if the machine stops",
-                e,
-            )
 
 
 class FolderLock:

@@ -19,7 +19,6 @@ from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBa
 from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
 from detectron2.engine.hooks import BestCheckpointer, EvalHook, PeriodicCheckpointer
 from detectron2.utils import comm, events
-from fvcore.common.registry import Registry
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -124,11 +123,6 @@ def rank_of(sampler: Any) -> int:
 def num_ranks_of(sampler: Any) -> int:
     """Number of ranks among which such a sampler splits its indices."""
     return sampler._world_size
-
-
-def registry_name(registry: Registry) -> str:
-    """Name of a registry, such as META_ARCH."""
-    return registry._name
 
 
 def keep_iterator(trainer: SimpleTrainer, batches: Any) -> None:

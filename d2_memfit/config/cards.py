@@ -73,7 +73,7 @@ def _read_table() -> dict[str, Card]:
     lines = (Path(__file__).parent / "cards.csv").read_text().splitlines()
     cards: dict[str, Card] = {}
     for row in csv.DictReader(line for line in lines if not line.startswith("#")):
-        device = _plain(row["card"]).replace(" ", "_")
+        device = "_".join(_words(row["card"]))
         device += f"_{row['GB']}gb" if device in cards else ""
         cards[device] = Card(
             device=device,
@@ -88,34 +88,32 @@ def _read_table() -> dict[str, Card]:
     return cards
 
 
-_WORDS = re.compile(
-    r"\b(nvidia|geforce|tesla|quadro|gpu|graphics|card|blackwell|generation|workstation|"
-    r"server|edition|developer|kit|module|with|design|hbm\de?)\b"
+_NOISE = re.compile(
+    r"nvidia|geforce|tesla|quadro|gpu|graphics|card|blackwell|generation|workstation|server|edition"
+    r"|developer|kit|module|with|design|hbm\de?"
 )
-_FORM = re.compile(r"\b(pcie?|sxm\d?)\b")
 _SIZE = re.compile(r"(?<![\w.])(\d+) ?(?:gb|gib|g)\b")
 # Laptops' GTX 10, GTX 16 and RTX 20 have the memory, and most the name, of the card for desktops.
-_LIKE_DESKTOPS = re.compile(r"((?:gtx )?1[06]\d0.*?|(?:rtx )?20[678]0.*?) (?:laptop|max q)")
-_PREFIXES = ("", "rtx ", "gtx ", "jetson ")
-_ALSO = {  # other names; PyTorch's of a GH200 has the memory of the CPU
-    **{"gh200 480gb": "gh200", "dgx spark": "gb10", "gtx titan x pascal": "titan x pascal"},
-    **dict.fromkeys(("thor", "jetson thor", "agx thor"), "jetson agx thor"),
-}
+_LIKE_DESKTOPS = re.compile(r"((?:gtx)?1[06]\d0.*?|(?:rtx)?20[678]0.*?)(?:laptop|maxq)")
 
 
-def _plain(text: str) -> str:
-    """A name in the words that tell cards apart: "NVIDIA GeForce RTX3060Ti" is rtx 3060 ti."""
-    text = re.sub(r"[^a-z0-9.]+", " ", text.lower())
-    text = re.sub(r"\b(gtx|rtx|titan|jetson|pro)(?=\d)", r"\1 ", text)
-    text = re.sub(r"(?<=\d)(ti|super|laptop)\b", r" \1", text)
-    text = re.sub(r"\b(mobile|notebook)\b", "laptop", text).replace("maxq", "max q")
-    return " ".join(_WORDS.sub("", text).split())
+def _words(text: str) -> list[str]:
+    """The words that tell cards apart."""
+    words = re.findall(r"[a-z0-9.]+", text.lower())
+    return [word for word in words if not _NOISE.fullmatch(word)]
+
+
+def _usual(text: str) -> str:
+    # PyTorch's name of a GH200 has the memory of the CPU.
+    return (
+        text.lower().replace("_", " ").replace("gh200 480gb", "gh200").replace("dgx spark", "gb10")
+    )
 
 
 CARDS = _read_table()
 _BY_NAME: dict[str, list[Card]] = {}
 for _of_table in CARDS.values():
-    _BY_NAME.setdefault(_plain(_of_table.name), []).append(_of_table)
+    _BY_NAME.setdefault("".join(_words(_of_table.name)), []).append(_of_table)
 
 
 def cards_named(text: str) -> list[Card]:
@@ -123,14 +121,13 @@ def cards_named(text: str) -> list[Card]:
 
     "rtx3060", "3060" and "NVIDIA GeForce RTX 3060" are the same. A size in the name does not count.
     """
-    whole = _plain(text)
-    name = " ".join(_SIZE.sub("", _ALSO.get(whole, whole)).split())
-    without_form = " ".join(_FORM.sub("", name).split())
+    words = _words(_SIZE.sub(" ", _usual(text)))
+    without_form = "".join(word for word in words if not re.fullmatch(r"pcie?|sxm\d?", word))
     like_desktops = _LIKE_DESKTOPS.fullmatch(without_form)
-    for one in (name, without_form, like_desktops[1] if like_desktops else ""):
-        for prefix in _PREFIXES:
-            if prefix + one in _BY_NAME:
-                return _BY_NAME[prefix + one]
+    for name in ("".join(words), without_form, like_desktops[1] if like_desktops else ""):
+        for prefix in ("", "rtx", "gtx", "jetson"):
+            if prefix + name in _BY_NAME:
+                return _BY_NAME[prefix + name]
     return []
 
 
@@ -140,10 +137,9 @@ def find_card(text: str, gigabytes: Optional[float] = None) -> Optional[Card]:
     Args:
         gigabytes: its memory, if something else than the name tells it: the nearest size counts.
     """
-    cards = cards_named(text)
+    cards, size = cards_named(text), _SIZE.search(_usual(text))
     if cards and gigabytes is not None:
         return min(cards, key=lambda card: abs(card.memory_gb - gigabytes))
-    size = None if _plain(text) in _ALSO else _SIZE.search(_plain(text))
     return next((c for c in cards if size is None or c.memory_gb == float(size[1])), None)
 
 
@@ -159,11 +155,11 @@ def settings_of_card(text: str) -> dict[str, Any]:
     card = find_card(text)
     if card is not None:
         return card.settings
-    name = _plain(text)
-    size = re.fullmatch(r"(\d+) ?(?:gb|gib|g)?", name)
+    size = re.fullmatch(r"(\d+) ?(?:gb|gib|g)?", text.strip().lower())
     if size and f"{size[1]}GB" in PRESETS:
         return {"MEMFIT.PRESET": f"{size[1]}GB", "MEMFIT.BUDGET_GB": None}
-    hint = did_you_mean(name.upper(), [*PRESETS, *map(str.upper, _BY_NAME)])
+    names = [" ".join(_words(card.name)).upper() for card in CARDS.values()]
+    hint = did_you_mean(" ".join(_words(text)).upper(), [*PRESETS, *dict.fromkeys(names)])
     there = f"There are {', '.join(PRESETS)}, and names of NVIDIA's cards"
     if cards := cards_named(text):
         sizes = [f"{card.memory_gb:g}GB" for card in cards]

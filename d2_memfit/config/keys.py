@@ -25,11 +25,11 @@ from ..common.checks import (
     whole,
 )
 from ..data.classes import shorter_sides
-from ..errors import ConfigError, UnknownKeyError
+from ..errors import ConfigError
 from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS
 
-__all__ = ["KEYS", "MOVED", "Key", "all_keys", "check_arguments", "checks_of", "default_keys"]
+__all__ = ["KEYS", "Key", "all_keys", "check_arguments", "checks_of", "default_keys"]
 __all__ += ["keys_of", "leaves", "unknown_key"]
 
 
@@ -112,27 +112,6 @@ KEYS = (
         "precision first on cards that are faster with it, even if the job fits without changes."),
 )
 # fmt: on
-
-# Keys of 0.2.0 that have left, and what is there in their place.
-MOVED = {
-    f"MEMFIT.{key}": way
-    for way, keys in {
-        "set MEMFIT.MASKS.PACKED True": ("CRITERION.CHUNK_SIZE", "HEADS.SHARED_BITMASKS"),
-        "set MEMFIT.OOM.LAST_RESORT to resize": ("OOM.ALLOW_RESIZE",),
-        "set MEMFIT.OOM.LAST_RESORT to skip": ("OOM.MAX_SKIPPED",),
-        "set MEMFIT.MONITOR.LEAKS": ("MONITOR.LEAK_WINDOW",),
-        "set MEMFIT.MONITOR.SNAPSHOT": ("MONITOR.SNAPSHOT_ITER", "MONITOR.SNAPSHOT_ON_OOM"),
-        "set MEMFIT.EVALUATION.ON_HOST": ("EVALUATION.ON_DISK",),
-        "name the earlier run with --run FOLDER": ("PLAN.FROM_RUNS",),
-        "memfit_plan.yaml has the figures of a plan": ("PLAN.PREDICTED_GB", "PLAN.OFFLOADED_GB"),
-        "the headroom is fixed": ("PLAN.MARGIN", "PLAN.RISK"),
-        "use Detectron2's BestCheckpointer": ("BEST.METRIC", "BEST.MODE", "BEST.PATIENCE"),
-        "set TRANSFORMERS.EMA_DECAY in projects/Transformers": ("EMA_DECAY",),
-        "use peft": ("FINE_TUNE.LORA_RANK",),
-        "a signal that has a handler keeps it": ("STOP_ON_SIGNALS",),
-    }.items()
-    for key in keys
-}
 
 _SIZES = Check(
     "one or more sizes in pixels, each an integer of at least 0",
@@ -225,12 +204,13 @@ def _budgeted(cfg: CN) -> None:
         raise ConfigError("MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET")
 
 
-def unknown_key(key: str, known: Sequence[str], where: str = "") -> UnknownKeyError:
+def unknown_key(key: str, known: Sequence[str], where: str = "") -> ConfigError:
     """The error of a key that there is not."""
-    if key in MOVED:
-        return UnknownKeyError(f"{where}{key} of 0.2.0 is gone: {MOVED[key]}")
+    why = "If a project adds it, name the function that does: --project MODULE:FUNCTION"
+    if key.startswith("MEMFIT."):
+        why = "CHANGELOG.md has the keys that have left"
     hint = did_you_mean(key.upper(), known)
-    return UnknownKeyError(f"{where}there is no config key {key}{hint}")
+    return ConfigError(f"{where}there is no config key {key}{hint}. {why}")
 
 
 def _known_and_finite(key: str, value: Any, known: Sequence[str]) -> None:

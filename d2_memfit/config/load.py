@@ -13,9 +13,8 @@ from detectron2.config import get_cfg as _get_detectron2_cfg
 
 from ..common.checks import check_all
 from ..errors import ConfigError
-from .files import find_config_file
+from .files import arithmetic_in_yaml, find_config_file
 from .keys import checks_of, default_keys, keys_of, leaves, unknown_key
-from .yaml_arithmetic import arithmetic_in_yaml
 
 __all__ = ["add_memfit_config", "get_cfg", "load_cfg", "merge_memfit", "merge_opts"]
 __all__ += ["with_memfit_keys", "with_settings", "without_memfit_keys"]

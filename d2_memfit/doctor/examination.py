@@ -66,7 +66,7 @@ def examine(
 
     def same() -> str:
         patients.append(Patient(job))
-        assumed = " ".join(f"Assumed: {line}." for line in job.assumptions)
+        assumed = " ".join(f"Assumed: {line}." for line in job.batches.assumptions)
         return f"{same_as_detectron2(patients[0])}. {assumed}".strip()
 
     steps = {"accumulation": accumulates, "recovery": recovers}

@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """What decides the largest batch of datasets: read from their files, or assumed by their names.
 
+And dataset dicts of any size and number of objects.
+
 The largest numbers of objects are rarely published, so some numbers here are guesses and marked as
 such. A crowded image is taken to have 9 times the objects of a mean one, as in COCO. COCO has a
 mean of 7 and at most 63 (DETR paper, arXiv:2005.12872, section 4).
@@ -16,16 +18,20 @@ from typing import Any, Optional
 import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import read_image
+from detectron2.structures import BoxMode
 from detectron2.utils.file_io import PathManager
+from pycocotools import mask as coco_mask
 
 from ..common.files import is_file
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..data.faults import size_of_image
-from .dicts import Size, dict_of, invented_dict, num_instances_of
 
-__all__ = ["ANY_SIZE", "Statistics", "assumed_statistics", "statistics_of"]
+__all__ = ["ANY_SIZE", "Size", "Statistics", "assumed_statistics", "boxes_anywhere", "dict_of"]
+__all__ += ["invented_dict", "num_instances_of", "statistics_of"]
 
 logger = logging.getLogger(__name__)
+
+Size = tuple[int, int]  # height and width in pixels
 
 DEFAULT_INSTANCES = 100  # if nothing is known; COCO's most crowded training image has 93
 ANY_SIZE = (800, 1333)  # of an image, where nothing depends on it
@@ -33,8 +39,16 @@ _CROWDED = 9  # times the mean; a guess but for COCO
 _MOST_CROWDED = 256  # images whose objects are counted
 _MEAN_CLASSES = 10.5  # in a label image of ADE20K, arXiv:1608.05442; others are not published
 _MOST_CLASSES = 42  # 4 times the mean, a guess (docs/HOW_ACCURATE.md)
-_MOST_HEADERS = 10_000  # image files whose sizes are read: some 3 s on a local disk
 _MOST_LABELS = 100  # label images that are read: 5 CPU s for the 2 megapixels of Cityscapes
+_MOST_HEADERS = 10_000  # image files whose sizes are read: some 3 s on a local disk
+
+_INVENTED: dict[str, Any] = {
+    "bbox": [0] * 4,
+    "category_id": 0,
+    "iscrowd": 0,
+    "segmentation": [],
+    "keypoints": [0] * 51,  # COCO's 17
+}
 
 
 @dataclass(frozen=True)
@@ -109,8 +123,7 @@ class _Known:
     has_one_size: bool = False
 
 
-# By the start of Detectron2's name. COCO's longer side has 640 pixels at most (cocodataset.org),
-# VOC's 500 (the development kit).
+# By the start of Detectron2's name. COCO's longer side has 640 pixels at most (cocodataset.org).
 _KNOWN = {
     "coco": _Known("COCO", 100, 7, False, "arXiv:2005.12872 counts 63 at most", (640, 640)),
     # LVIS v1 has 1,270,141 objects in 100,170 images (lvisdataset.org). With 775 in an image,
@@ -122,17 +135,6 @@ _KNOWN = {
     "cityscapes": _Known(
         "Cityscapes", 170, 18.8, True, "9 times arXiv:1604.01685 is a guess", (1024, 2048), True
     ),
-    # VOC2012 has 27,450 objects in 11,530 images (host.robots.ox.ac.uk/pascal/VOC/voc2012).
-    "voc": _Known("PASCAL VOC", 100, 2.4, True, "as many at most as COCO is a guess", (500, 500)),
-    # arXiv:1805.00123. Dataset Ninja counts 468 boxes at most in a training image, and 377 heads
-    # (github.com/dataset-ninja/crowdhuman, stats/classes_per_image.json).
-    "crowdhuman": _Known("CrowdHuman", 468, 22.6, False, "with ignored regions, Dataset Ninja"),
-    # 343,205 objects in 6,471 training images. The most crowded one has 902 and 12 ignored regions
-    # (github.com/dataset-ninja/vis-drone-2019-det).
-    "visdrone": _Known(
-        "VisDrone", 914, 53, False, "with ignored regions, Dataset Ninja", (1500, 2000)
-    ),
-    "ade20k": _Known("ADE20K", 180, 19.5, True, "9 times arXiv:1608.05442 is a guess"),
 }
 
 
@@ -152,7 +154,7 @@ def assumed_statistics(
     """Statistics to assume of datasets that cannot be read.
 
     Args:
-        with_labels: as for :func:`~.dicts.invented_dict`.
+        with_labels: as for :func:`invented_dict`.
         mean_instances: the mean number of objects in an image, if somebody has counted them.
     """
     known, name = _known(names), (*names, "")[0]
@@ -244,21 +246,11 @@ def _statistics_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> Statisti
     if step > 1:
         lines.append(f"no image of {name} is larger than one in {step} of them")
     sizes = frozenset(_size_of(d) for d in (crowded, *dicts[::step]))
-    files = [d["sem_seg_file_name"] for d in dicts if "sem_seg_file_name" in d]
-    is_guess = False
-    if files and not {"annotations", "segments_info"} & crowded.keys():
-        read = files[:: -(-len(files) // _MOST_LABELS)]
-        found = sorted((_labels_in(file, name) for file in read), key=len, reverse=True)
+    if not {"annotations", "segments_info"} & crowded.keys():
+        files = [d["sem_seg_file_name"] for d in dicts[:: -(-len(dicts) // _MOST_LABELS)]]
+        found = sorted((_labels_in(file, name) for file in files), key=len, reverse=True)
         labels, numbers = found[0], [max(len(values), 1) for values in found]
-        is_guess = len(read) < len(files)
-    if is_guess:
-        lines.append(
-            f"no label image of {name} has more classes than {len(read)} of {len(files)}: "
-            f"{len(labels)}, a guess"
-        )
-    return Statistics(
-        sizes, tuple(numbers), crowded, mean(numbers), labels, is_guess, lines=tuple(lines)
-    )
+    return Statistics(sizes, tuple(numbers), crowded, mean(numbers), labels, lines=tuple(lines))
 
 
 def _labels_in(file: str, name: str) -> tuple[int, ...]:
@@ -273,3 +265,85 @@ def _size_of(d: dict[str, Any]) -> Size:
         return d["height"], d["width"]
     width, height = size_of_image(PathManager.get_local_path(d["file_name"]))
     return height, width
+
+
+def num_instances_of(d: dict[str, Any]) -> int:
+    """Number of objects; with keypoints, only objects with visible ones.
+
+    Mappers and loaders look for these.
+    """
+    objects = [a for a in d.get("annotations", ()) if not a.get("iscrowd", 0)]
+    visible = [a for a in objects if any(v > 0 for v in a.get("keypoints", (1, 1, 1))[2::3])]
+    return len(visible) or len(d.get("segments_info", ()))
+
+
+def dict_of(d: dict[str, Any], size: Size, num: Optional[int] = None) -> dict[str, Any]:
+    """A dataset dict as if its image had another size, with boxes and masks anywhere in it.
+
+    Args:
+        num: number of objects or segments, if it is another. The dict's own objects are repeated.
+    """
+    made = {"file_name": "", **d, "height": size[0], "width": size[1]}
+    if "annotations" in d:
+        own = [a for a in d["annotations"] if not a.get("iscrowd", 0)]
+        boxes = boxes_anywhere(len(own) if num is None else num, size).tolist()
+        own = own or [_INVENTED]
+        made["annotations"] = [_moved(own[i % len(own)], box, size) for i, box in enumerate(boxes)]
+    if "segments_info" in d and num is not None:
+        made["segments_info"] = _segments(num)
+    return made
+
+
+def _moved(annotation: dict[str, Any], box: list[float], size: Size) -> dict[str, Any]:
+    """An annotation with another box [x0, y0, x1, y1]."""
+    x0, y0, x1, y1 = box
+    moved = dict(annotation if "bbox" in annotation else _INVENTED)
+    polygons = [[x0, y0, x1, y0, x1, y1, x0, y1]]
+    if isinstance(moved.get("segmentation"), dict):  # a run-length code
+        moved["segmentation"] = coco_mask.merge(coco_mask.frPyObjects(polygons, *size))
+    elif "segmentation" in moved:
+        moved["segmentation"] = polygons
+    if "keypoints" in moved:
+        moved["keypoints"] = [(x0 + x1) / 2, (y0 + y1) / 2, 2] * (len(moved["keypoints"]) // 3)
+    if len(moved["bbox"]) == 5:  # it has an angle
+        box = [(x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0, 0.0]
+    mode = BoxMode.XYWHA_ABS if len(box) == 5 else BoxMode.XYXY_ABS
+    return {**moved, "bbox": box, "bbox_mode": mode}
+
+
+def invented_dict(
+    size: Size, num_instances: int, name: str = "", with_labels: bool = False
+) -> dict[str, Any]:
+    """Make a dataset dict of Detectron2's format, with boxes, polygons and keypoints.
+
+    Args:
+        name: the missing dataset. Its metadata tells the number of keypoints, and whether there are
+            label images or segments in place of annotations.
+        with_labels: whether there are label images, if there is no such metadata.
+    """
+    metadata = MetadataCatalog.get(name) if name in MetadataCatalog.list() else None
+    kind = metadata.get("evaluator_type", "") if metadata is not None else ""
+    names = metadata.get("keypoint_names", ()) if metadata is not None else ()
+    d: dict[str, Any] = {"file_name": "", "image_id": 0}
+    if "sem_seg" in kind or "panoptic" in kind or with_labels:
+        d["sem_seg_file_name"] = ""
+    # Detectron2's datasets of this name have annotations, and label images of stuff.
+    if "panoptic" in kind and not name.endswith("_separated"):
+        d.update(pan_seg_file_name="", segments_info=[])
+    elif "sem_seg" not in kind:
+        annotation = {**_INVENTED, "keypoints": [0] * 3 * len(names)} if names else _INVENTED
+        d["annotations"] = [annotation]
+    return dict_of(d, size, num_instances)
+
+
+def _segments(num: int) -> list[dict[str, Any]]:
+    segment = {"category_id": 0, "iscrowd": 0, "isthing": True, "area": 1.0}
+    return [{"id": i + 1, **segment} for i in range(num)]
+
+
+def boxes_anywhere(num: int, size: Size, seed: int = 0) -> Any:
+    """Boxes [num, 4] of all sizes, anywhere in an image."""
+    corner, length = np.random.RandomState(seed).rand(2, num, 2)
+    extent = size[::-1]
+    corner, length = corner * 0.8 * extent, (length * 0.18 + 0.02) * extent
+    return np.concatenate([corner, corner + length], axis=1)

@@ -27,7 +27,6 @@ from ..techniques.registry import apply_techniques
 from .given import GivenBatches
 from .loader import checked_loader
 from .parts import GivenParts, LazyParts, LossFn, Parts, TrainerParts
-from .projects import own_registry
 from .worst_batch import MappedBatches, WorstCase
 
 __all__ = ["Batches", "Job"]
@@ -174,15 +173,6 @@ class Job:
             trainer: ``DefaultTrainer``, or a class with such class methods.
             cfg, ranks, batch: as for :meth:`from_cfg`.
         """
-        if not isinstance(cfg, CfgNode):
-            raise TypeError(f"a trainer's job needs a config of yacs, got a {type(cfg).__name__}")
-        other = own_registry(cfg) if trainer is DefaultTrainer else None
-        if other is not None:
-            raise ConfigError(
-                f"{other} has a registry of its own with MODEL.META_ARCHITECTURE "
-                f"{cfg.MODEL.META_ARCHITECTURE}, so Detectron2's model of that name is not the "
-                "project's: name the class that trains, --trainer MODULE:CLASS"
-            )
         job = cls.__new__(cls)
         job._describe(TrainerParts(cfg, trainer), Settings.from_cfg(cfg, ranks), **batch)
         return job
@@ -279,11 +269,6 @@ class Job:
     def is_pretrained(self) -> bool:
         """Whether the model begins with trained weights, or may: a job of pieces loads its own."""
         return bool(self.cfg.MODEL.WEIGHTS) or isinstance(self.parts, GivenParts)
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """A line for each thing that is not known about training, with the value assumed for it."""
-        return (*self.batches.assumptions, *self.parts.assumptions)
 
     @property
     def evaluates(self) -> bool:

@@ -23,8 +23,7 @@ from PIL import Image
 from ..common.patching import modules_with, replaced_together
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..errors import ConfigError
-from .datasets import statistics_of
-from .dicts import Size, boxes_anywhere, dict_of, invented_dict, num_instances_of
+from .datasets import Size, boxes_anywhere, dict_of, invented_dict, num_instances_of, statistics_of
 from .parts import Parts
 
 __all__ = ["CapturedLoader", "EmptyFiles", "capture_loader", "empty_files", "readable_loader"]
@@ -59,7 +58,7 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
     """Make a loader without reading anything. Its datasets may be missing.
 
     Args:
-        with_labels: as for :func:`~.dicts.invented_dict`.
+        with_labels: as for :func:`~.datasets.invented_dict`.
     """
     captured = CapturedLoader()
 

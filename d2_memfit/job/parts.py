@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType
 from typing import Any, Optional, Union
 
 import torch
@@ -17,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
-from ..common.patching import has_name
 from ..config.lazy import evaluates_lazy, overrides_of
 from ..config.load import with_settings
 from ..errors import ConfigError, one_line
@@ -34,8 +32,6 @@ __all__ = [
 ]
 
 LossFn = Callable[[nn.Module, Any], Union[torch.Tensor, Mapping[str, torch.Tensor]]]
-
-_KNOWN_STEPS = ("detectron2.engine.", "d2_memfit.")
 
 
 def losses_of(
@@ -78,11 +74,9 @@ class _Parts:
 
     Attributes:
         loss_fn: takes the place of ``model(batch)`` in training.
-        assumptions: a line for each thing that is assumed of training.
     """
 
     loss_fn: Optional[LossFn] = None
-    assumptions: tuple[str, ...] = ()
 
     def ddp_options(self) -> dict[str, Any]:
         """Keyword arguments of ``DistributedDataParallel``, without those of techniques."""
@@ -135,21 +129,6 @@ class TrainerParts(_Parts):
 
     def ddp_options(self) -> dict[str, Any]:
         return {"broadcast_buffers": False}  # DefaultTrainer's
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:  # type: ignore[override]
-        """A line about ``run_step``, if it is the project's own and replaces Detectron2's."""
-        step = getattr(self.trainer, "run_step", None)
-        if not isinstance(step, FunctionType) or step.__module__.startswith(_KNOWN_STEPS):
-            return ()
-        if has_name(inspect.unwrap(step).__code__, "run_step"):
-            return ()
-        line = (
-            f"{self.trainer.__name__}.run_step, which is the project's own, does what Detectron2's "
-            "does. It does not call self._trainer.run_step(), so accumulation, micro-batches and "
-            "recovery are errors with it: docs/YOUR_PROJECT.md#a-trainer-of-your-own"
-        )
-        return (line,)
 
     def with_cfg(self, cfg: CfgNode) -> "TrainerParts":
         return TrainerParts(cfg, self.trainer)

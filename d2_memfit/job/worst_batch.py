@@ -16,8 +16,14 @@ from typing import Any, Optional
 from detectron2.structures import Instances
 
 from ..errors import ConfigError
-from .datasets import ANY_SIZE, Statistics, assumed_statistics, statistics_of
-from .dicts import Size, num_instances_of
+from .datasets import (
+    ANY_SIZE,
+    Size,
+    Statistics,
+    assumed_statistics,
+    num_instances_of,
+    statistics_of,
+)
 from .given import copy_of, objects_in, padded_area, resize_to, size_of
 from .mapper import CapturedLoader, EmptyFiles, capture_loader, empty_files, resized
 

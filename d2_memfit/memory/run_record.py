@@ -15,11 +15,12 @@ from ..common.files import whole_file
 from ..common.reading import Name, load_fields, load_json
 from ..common.units import MB
 
-__all__ = ["FIGURES", "RunRecord", "device_and_software", "figures_of_plan"]
+__all__ = ["FIGURES", "RunRecord", "device_and_software", "figures_of_plan", "keep_plan"]
 
 FIGURES = "# figures of the plan: "  # a comment in memfit_plan.yaml, with JSON
 
 _FILE_NAME = "memfit_peaks.json"
+_PLAN = "memfit_plan.yaml"
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,24 @@ def figures_of_plan(folder: Name) -> dict[str, Any]:
     ``predicted_gb`` has GB allocated, reserved, and outside PyTorch's allocator; ``offloaded_gb``
     is page-locked RAM for the offload of each rank.
     """
-    file = Path(folder, "memfit_plan.yaml")
+    return _figures_in(Path(folder, _PLAN))
+
+
+def keep_plan(config_file: Name, folder: Name) -> None:
+    """Copy a config file that the command plan wrote to memfit_plan.yaml of an OUTPUT_DIR.
+
+    The file of an earlier plan is replaced. Another file of this name is left as it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    plan = Path(folder, _PLAN)
+    if _figures_in(Path(config_file)) and (_figures_in(plan) or not plan.exists()):
+        with whole_file(plan, "w") as file:
+            file.write(Path(config_file).read_text())
+
+
+def _figures_in(file: Path) -> dict[str, Any]:
     for line in file.read_text().splitlines() if file.is_file() else ():
         if line.startswith(FIGURES):
             return dict(json.loads(line.removeprefix(FIGURES)))

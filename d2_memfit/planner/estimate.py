@@ -179,7 +179,7 @@ class DryJob:
 
     @cached_property
     def session(self) -> Session:
-        with one_line_errors(lambda: self.job.assumptions):
+        with one_line_errors(lambda: self.job.batches.assumptions):
             return Session(self.job, self.device.is_gpu, self.device.foreach)
 
     def run(self, num_images: int, accumulates: bool = False) -> Timeline:
@@ -195,7 +195,7 @@ class DryJob:
 
     def _step(self, num_images: int, accumulates: bool = False, batch: Any = None) -> Timeline:
         self._progress(f"Dry run: {num_images} image{'s' * (num_images > 1)}")
-        with one_line_errors(lambda: self.job.assumptions):
+        with one_line_errors(lambda: self.job.batches.assumptions):
             images = self.job.training_batch(num_images) if batch is None else batch
             return self.session.train(images, accumulates=accumulates)
 
@@ -349,7 +349,7 @@ class DryJob:
         """One line for each thing that is not known, with the value assumed for it."""
         batches = self.job.batches
         of_evaluation = batches.evaluation_assumptions if self.evaluates else ()
-        return tuple(dict.fromkeys([*self.job.assumptions, *of_evaluation, *self.notes]))
+        return tuple(dict.fromkeys([*self.job.batches.assumptions, *of_evaluation, *self.notes]))
 
     @property
     def at_least(self) -> tuple[str, ...]:

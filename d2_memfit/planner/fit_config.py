@@ -20,6 +20,7 @@ from ..config.load import with_memfit_keys, with_settings
 from ..errors import ConfigError, MemfitError
 from ..job import Job, size_of, with_overrides
 from ..memory import (
+    FIGURES,
     limit_library_caches,
     return_large_blocks,
     use_expandable_segments,
@@ -114,7 +115,7 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
         key = _key_of(cfg, job)
     path = Path(job.cfg.OUTPUT_DIR) / "memfit_plan.yaml"
     text = path.read_text() if path.is_file() else ""
-    if not text.startswith(_KEY):  # else an earlier run planned
+    if FIGURES not in text:  # else it is the plan of an earlier run
         check_outputs([path])
     if text.startswith(_KEY + key):
         planned_gb = budget_in(text)

@@ -7,6 +7,7 @@ import shlex
 import sys
 
 import pytest
+from pasted import paste
 from tiny import run_process, tiny_cfg
 
 from d2_memfit import __version__
@@ -127,20 +128,6 @@ def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
     assert "--card rtx_3060" in capsys.readouterr().out.rsplit("\n\n", 1)[1]
 
 
-def test_with_a_budget_the_answers_say_how_many_objects_fit(config_file, capsys):
-    job = ["--config-file", config_file, "--device", "cuda", "--instances", "3"]
-    main(["estimate", *job, "--json"])
-    assert json.loads(capsys.readouterr().out)["objects_that_fit"] is None
-    main(["estimate", *job, "--card", "6GB", "--json"])
-    assert json.loads(capsys.readouterr().out)["objects_that_fit"] == 1000
-    main(["plan", *job, "--card", "6GB", "--json"])
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["estimate"]["objects_that_fit"] == 1000
-    assert plan["before"]["objects_that_fit"] is None
-    main(["plan", *job, "--card", "6GB"])
-    assert "Objects that fit in each image: about 1,000 or more" in capsys.readouterr().out
-
-
 def test_the_data_say_classes_and_schedule(coins, tmp_path, capsys):
     plan_file = tmp_path / "plan.yaml"
     args = ["--config-file", "COCO-Detection/faster_rcnn_R_50_FPN_3x", "--device", "cuda"]
@@ -241,17 +228,16 @@ def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(
     assert printed.startswith(
         "Does not fit: with all that may change, the job needs a budget of 0."
     )
-    assert "\n\nNext, plan for more memory:\n  d2-memfit plan " in printed
-    assert " --card 4GB " in printed
-    # The next command can be pasted, whatever has set the budget. No card has as much RAM as a CPU.
+    assert "\n\nNext, plan, and write the plan to a file:\n  d2-memfit plan " in printed
+    assert " --budget 0." in printed
+    # The next command can be pasted, whatever has set the budget.
     command = ["plan", "--allow", "exact", "--device", "cpu", "--config-file", config_file]
     with pytest.raises(SystemExit):
         main([*command, "SOLVER.IMS_PER_BATCH", "1", "MEMFIT.BUDGET_GB", "0.1"])
-    again = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert "--card" not in again
-    assert "MEMFIT.BUDGET_GB" not in again
-    main(again[1:])
-    assert capsys.readouterr().out.startswith("Fits: ")
+    printed = capsys.readouterr().out
+    assert "--card" not in printed.splitlines()[-1]
+    assert "MEMFIT.BUDGET_GB" not in printed.splitlines()[-1]
+    assert paste(printed, tmp_path).startswith("Fits: ")
 
 
 def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, monkeypatch, capsys):
@@ -272,19 +258,11 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
     ("args", "message"),
     [
         (["plan", "--budget", "0"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
-        (
-            ["plan", "--budget", "6 gigs"],
-            "--budget must be a number of GB, such as 6, got '6 gigs'",
-        ),
-        (["plan", "--budget", "7GB"], "got '7GB'. A card is --card 6GB"),
+        (["plan", "--budget", "7GB"], "MEMFIT.BUDGET_GB must be a number of GB above 0, such as"),
         (["plan"], "a plan needs a budget: --budget with a number of GB, such as 5.2"),
         (["plan", "--card", "7GB"], "--card: '7GB' is not known (did you mean "),
         (["plan", "--card", "RTX 3061"], "'RTX 3061' is not known (did you mean RTX 3060"),
-        (
-            ["plan", "--card", "6GB", "--budget", "5"],
-            "--card 6GB and --budget 5 both set the budget",
-        ),
-        (["plan", "--card", "6GB", "MEMFIT.BUDGET_GB", "5"], "both set the budget: give only one"),
+        (["plan", "--card", "6GB", "--budget", "5"], "--card 6GB and --budget 5: give only one"),
         (["plan", "--card", "RTX 3060 7GB"], "GeForce RTX 3060 comes with 12GB, 8GB"),
         (["plan", "--card", "Apple M3 16GB"], "also of other makers"),
         (
@@ -296,19 +274,11 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         (["estimate", "--device", "cpu", "--probe"], "--probe runs the largest batch on a GPU"),
         (["estimate", "--num-gpus", "0"], "num_gpus must be a positive integer, got 0"),
         (["estimate", "MODEL.BACKBONE.NAME", "x"], "does not run (KeyError: "),
-        (["estimate", "--project", "point_rend"], "--project must be MODULE:FUNCTION, such as det"),
         (
             ["estimate", "--project", "fractions:Fraction"],
             "Fraction could not add a project's keys to the config (TypeError: ",
         ),
-        (
-            ["estimate", "--project", "no.such:add"],
-            "--project no.such:add: importing no.such failed (ModuleNotFoundError: ",
-        ),
-        (
-            ["estimate", "--project", "detectron2.projects.point_rend:add_point_rend_config"],
-            "has no function 'add_point_rend_config' (did you mean add_pointrend_config?)",
-        ),
+        (["estimate", "--project", "no.such:add"], "cannot be imported (ModuleNotFoundError: "),
         (["predict"], "--input: name an image, a video or a folder of them. Or leave it out and n"),
         (["predict", "--coco", "a", "no.json", "images"], "no.json"),
     ],

@@ -109,13 +109,7 @@ def test_two_ranks(arguments, tmp_path):
         (["+train.memfit.head.chunk_size=1"], "there is no config key MEMFIT.HEAD.CHUNK_SIZE (did"),
         (["+train.oom.policy=split"], "train.oom is not read: it is called train.memfit.oom"),
         (["+train.memfit.host.budget_gb=1"], "train.memfit.host.budget_gb cannot be used"),
-        (["train.init_checkpoint=no.pth"], "the checkpoint no.pth cannot be read (No such file"),
         (["--hold-out", "0.2"], "--hold-out only works with yaml configs. A LazyConfig itself"),
-        (["--training-only"], "--training-only only works with yaml configs. A LazyConfig itself"),
-        (
-            ["--card", "6GB", "+train.memfit.budget_gb=5"],
-            "--card 6GB and train.memfit",
-        ),
         (["--config-file", "no.py"], "--config-file 'no.py' does not exist"),
         (["train.max_iter=2", "--resume"], "'train.max_iter=2 --resume' cannot be overrides of "),
     ],

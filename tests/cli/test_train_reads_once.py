@@ -8,6 +8,8 @@ from forks import run_forked
 from small_datasets import coco_of
 from tiny import tiny_cfg
 
+from d2_memfit.memory import FIGURES, figures_of_plan, keep_plan
+
 pytestmark = pytest.mark.slow
 
 COUNTING = """
@@ -57,3 +59,21 @@ def test_a_fitted_training_loads_its_config_and_reads_its_annotations_thrice(tmp
     calls = eval(line.removeprefix("calls: "))
     assert calls["merge_from_file"] == 1
     assert calls["train.json"] <= 3  # to check, to plan, and to train
+
+
+def test_a_training_keeps_the_figures_of_the_plan_that_is_its_config(tmp_path):
+    plan, folder, figures = tmp_path / "plan.yaml", tmp_path / "output", {"predicted_gb": [1, 2, 3]}
+    folder.mkdir()
+    kept = folder / "memfit_plan.yaml"
+    for text, expected in (
+        ("A: 1\n", {}),  # no plan
+        (f"{FIGURES}{json.dumps(figures)}\nA: 1\n", figures),
+        (f"{FIGURES}{json.dumps({})}\n", figures),  # without figures
+        (f'{FIGURES}{{"predicted_gb": [4, 5, 6]}}\n', {"predicted_gb": [4, 5, 6]}),
+    ):
+        plan.write_text(text)
+        keep_plan(plan, folder)
+        assert figures_of_plan(folder) == expected
+    kept.write_text("of a person")
+    keep_plan(plan, folder)
+    assert kept.read_text() == "of a person"

@@ -40,7 +40,6 @@ ATTRIBUTES = {
         *("_coco_api", "_distributed", "_do_evaluation", "_kpt_oks_sigmas", "_logger"),
         *("_max_dets_per_image", "_metadata", "_tasks"),
     ],
-    "fvcore.common.registry.Registry": ["_name"],
 }
 # Main only, which compat/__init__.py looks for.
 ONE_RELEASE = {"_data_loader_iter_obj"}

@@ -11,7 +11,6 @@ from d2_memfit.errors import ConfigError
 SPELLINGS = {
     "GTX960 4GB": "gtx_960_4gb",
     "GeForce GTX TITAN X": "gtx_titan_x",
-    "GTX TITAN X (Pascal)": "titan_x_pascal",
     "NVIDIA GeForce GTX 1060 3GB": "gtx_1060_3gb",
     "1080ti": "gtx_1080_ti",
     "Tesla P100-SXM2-16GB": "p100_sxm2",

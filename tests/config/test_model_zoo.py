@@ -31,13 +31,6 @@ def test_a_recipe_for_one_gpu_is_detectron2s_but_for_batch_and_steps(name):
     assert ours == theirs
 
 
-def test_a_preset_is_the_recipe_for_a_card():
-    cfg = model_zoo.get_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x_6GB.yaml")
-    assert cfg.MEMFIT.PRESET == "6GB"
-    assert cfg.SOLVER.IMS_PER_BATCH == 16
-    assert cfg.MEMFIT.MICRO_BATCH < 16
-
-
 def test_an_unknown_config_is_answered_with_near_ones():
     with pytest.raises(ConfigError, match=r"did you mean .*mask_rcnn_R_50_FPN_3x\.yaml"):
         model_zoo.get_config("COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_9x.yaml")

@@ -37,8 +37,7 @@ def run(folder, keys, resume):
     args.resume, args.notes = resume, []
     cfg = load_cfg(args.config_file)
     cfg.freeze()
-    batch = cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUMULATION_STEPS
-    command.main(args, cfg, batch, command.Trainer)
+    command.main(args, cfg, command.Trainer)
 
 
 def error_of(folder, keys, resume=False):

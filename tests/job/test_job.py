@@ -9,13 +9,10 @@ from detectron2.data import (
     build_detection_train_loader,
 )
 from detectron2.engine import DefaultTrainer
-from detectron2.modeling import META_ARCH_REGISTRY
-from fvcore.common.registry import Registry
 from lazy_configs import lazy_config
 from omegaconf import OmegaConf
 from tiny import tiny_cfg, tiny_model
 from torch import nn
-from trainer_shapes import SHAPES, class_of
 
 from d2_memfit import Job, MemfitMixin, estimate_memory
 from d2_memfit.config.lazy import cfg_of_lazy, overrides_of
@@ -87,17 +84,6 @@ def test_methods_that_are_no_class_methods_are_an_error():
     job = Job.from_trainer(Wrong, tiny_cfg("faster_rcnn", fpn=False), 1)
     with pytest.raises(ConfigError, match=r"Wrong.build_optimizer must be a classmethod"):
         job.build_optimizer(nn.Linear(1, 1))
-
-
-def test_a_registry_of_the_project_that_has_the_models_name_is_noticed(monkeypatch):
-    own = Registry("META_ARCH")
-    cfg = tiny_cfg("faster_rcnn", fpn=False)
-    own._do_register("GeneralizedRCNN", nn.Module)
-    monkeypatch.setitem(globals(), "OWN_REGISTRY", own)
-    with pytest.raises(ConfigError, match=r"test_job has a registry of its own with MODEL.META_"):
-        Job.from_cfg(cfg, 1)
-    Job.from_trainer(AdamWTrainer, cfg, 1)
-    assert "GeneralizedRCNN" in META_ARCH_REGISTRY
 
 
 def test_a_job_says_how_images_are_dealt_out():
@@ -223,12 +209,3 @@ def test_the_clipping_of_a_lazy_config_is_done():
     assert torch.stack(norms).norm() == pytest.approx(1e-3, rel=1e-3)
     cfg.train.clip_grad.enabled = False
     assert build_trainer(Job.from_lazy(cfg, 1), data_loader=[images]).clip_gradients is None
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_of_the_projects_own_is_told(shape):
-    lines = Job.from_trainer(
-        class_of(shape), tiny_cfg("faster_rcnn", fpn=False), 1
-    ).parts.assumptions
-    assert len(lines) == (shape == "own run_step")
-    assert all("Trainer.run_step, which is the project's own, does" in line for line in lines)

@@ -14,10 +14,8 @@ from PIL import Image
 from tiny import tiny_cfg
 
 from d2_memfit import MemfitTrainer
-from d2_memfit.cli import train
 from d2_memfit.errors import DataError
 from d2_memfit.job import checked_loader, checked_test_loaders
-from d2_memfit.techniques.host import SharedList
 
 NAME = "registered"
 
@@ -126,21 +124,3 @@ def bad_data_on_rank(rank, output_dir):
 
 def test_each_rank_finds_the_error_itself(two_ranks, tmp_path):
     two_ranks.run(bad_data_on_rank, str(tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_loader_of_the_test_set_shares_its_dataset_too(cfg, dicts, coins, shared, monkeypatch):
-    cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (NAME,), ("coins_val",)
-    cfg.MEMFIT.HOST.SHARED_DATASET = shared
-    loaders = []
-
-    class Trainer(train.Trainer):
-        @classmethod
-        def build_test_loader(cls, cfg, name):
-            loaders.append(super().build_test_loader(cfg, name))
-            return loaders[-1]
-
-    model = Trainer.build_model(cfg)
-    Trainer.test(cfg, model)
-    assert isinstance(loaders[0].dataset._dataset, SharedList) is shared

@@ -15,7 +15,9 @@ MiB. This is inferred: the rows of ViTDet then agree to 1%, and with 1024 all ar
 
 import argparse
 import csv
+import importlib
 import math
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -30,7 +32,7 @@ from pages import markdown_table
 
 from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import one_line
-from d2_memfit.job import Job, find_function, load_lazy_config, projects_of
+from d2_memfit.job import Job, load_lazy_config
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob, MemoryEstimate
 
@@ -201,9 +203,9 @@ def _job(row: Row, folder: Optional[Path]) -> Job:
     project.prepare(folder / tree)
     if file.endswith(".py"):
         return Job.from_lazy(load_lazy_config(file, options), row.num_gpus)
-    trainer = "train_net:Trainer"
-    add_keys = [find_function(name) for name in projects_of(trainer)]
-    return Job.from_trainer(find_function(trainer), load_cfg(file, options, add_keys), row.num_gpus)
+    script = importlib.import_module("train_net")
+    add_keys = [f for name, f in vars(script).items() if re.fullmatch(r"add_\w+_config", name)]
+    return Job.from_trainer(script.Trainer, load_cfg(file, options, add_keys), row.num_gpus)
 
 
 def summary(results: Sequence[Result]) -> str:
