@@ -70,10 +70,6 @@ ROWS = {
     "predict MODEL.DEVICE cuda:x": "MODEL.DEVICE 'cuda:x' is not a device of PyTorch",
     "train MODEL.DEVICE mps": f"MODEL.DEVICE mps: {NO_SUCH_DEVICE}",
     # Device files
-    "estimate --device {d}/texts.yaml": "{d}/texts.yaml: foreach must be true or false, got 'no!'",
-    "estimate --device {d}/nan.yaml": "nan.yaml: context_mb must be a finite number, got nan",
-    "estimate --device {d}/unknown.yaml": "unknown.yaml: there is no field colour",
-    "estimate --device {d}/sequence.yaml": "sequence.yaml has no fields of a device",
     # Weights
     "predict --weights {d}/nan.pth": NOT_FINITE,
     "predict --weights {d}/infinite.pth": NOT_FINITE,

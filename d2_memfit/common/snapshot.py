@@ -23,7 +23,7 @@ import torch
 from detectron2.layers import FrozenBatchNorm2d
 from torch import nn
 
-from ..compat.pytorch import BatchNorm
+from ..compat.pytorch import BatchNorm, own_buffers
 from .random_state import RandomState
 
 __all__ = ["Snapshot", "changed_by_forward", "state_of", "weights_that_may_change"]
@@ -125,7 +125,8 @@ class _Part:
         self._contents: list[tuple[Any, Any]] = []  # values, and what was in them
         if not isinstance(module, FrozenBatchNorm2d):
             self._contents = [(b, b.detach().clone()) for b in module.buffers(recurse=False)]
-            self._contents.append((module._buffers, dict(module._buffers)))
+            buffers = own_buffers(module)
+            self._contents.append((buffers, dict(buffers)))
         self._names = set(vars(module))
         self._kept: dict[str, Any] = {}
         self._saves_itself = hasattr(type(module), "save_for_retry")

@@ -147,3 +147,8 @@ def record_memory_history(max_entries: int) -> None:
 def dump_memory_snapshot(file: str) -> None:
     """Write the allocator's segments and recorded events, for https://pytorch.org/memory_viz."""
     torch.cuda.memory._dump_snapshot(file)
+
+
+def own_buffers(module: nn.Module) -> dict[str, Any]:
+    """The buffers of a module itself, with those that are None; a change of the dict changes it."""
+    return module._buffers

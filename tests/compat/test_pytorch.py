@@ -84,7 +84,7 @@ def test_private_attributes_are_there(name):
 
 def test_every_private_name_is_tested():
     used = private_names(PACKAGE / "compat/pytorch.py", "torch")
-    elsewhere = {"_sequence_nr"}  # by a backward, below
+    elsewhere = {"_sequence_nr", "_buffers"}  # by a backward and by a module, below
     if torch.version.cuda is None:
         elsewhere.add("_cuda_clearCublasWorkspaces")
     assert used - names_in(NAMES, ATTRIBUTES) == elsewhere
@@ -132,3 +132,9 @@ def test_questions_for_the_default_group_are_answered():
             assert not dist.is_initialized()
         assert dist.is_initialized()
     assert not dist.is_initialized()
+
+
+def test_the_own_buffers_of_a_module_can_be_changed():
+    module = torch.nn.BatchNorm2d(2)
+    torch_private.own_buffers(module)["running_mean"] = torch.ones(2)
+    assert module.running_mean.sum() == 2

@@ -54,7 +54,7 @@ def test_a_trainer_warns_before_the_first_iteration(cfg, dicts, log):
     MetadataCatalog.get(NAME).thing_classes = ["coin", "note"]
     MemfitTrainer(cfg)
     said = warnings(log)
-    assert any("4 of " in w and "boxes have a NaN or infinity" in w for w in said)
+    assert any("4 of " in w and "boxes have a NaN, an infinity or no area" in w for w in said)
     assert any("4 of " in w and "category_id outside 0 to 0 (1)" in w for w in said)
     assert any("NUM_CLASSES is 1, but the dataset has 2 classes (coin, note)" in w for w in said)
 

@@ -174,7 +174,7 @@ def test_a_real_step_has_the_peak_of_a_dry_one(kind, has_masks):
     dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
     with TensorMeter() as meter:
         next(run_for_real(job, "cpu"))
-    assert meter.peak_bytes == pytest.approx(sum(dry_job.training.peak().values()), rel=0.025)
+    assert meter.peak_bytes == pytest.approx(sum(dry_job.whole().peak().values()), rel=0.025)
 
 
 @EACH_MODEL
