@@ -46,7 +46,7 @@ ROWS = {
     "estimate --config-file {d}/base_url.yaml": "<urlopen error [Errno 111] Connection refused>",
     "estimate --config-file http://127.0.0.1:9/a.yaml": "'http://127.0.0.1:9/a.yaml' does not ex",
     "estimate --config-file {d}/bases.yaml": "bases.yaml: its _BASE_ leads back to itself",
-    "estimate --batch {d}/exits.py:f": "--batch must be MODULE:FUNCTION, such as",
+    "estimate --batch {d}/exits.py:f": "--batch must be MODULE:NAME, such as",
     "estimate --coco h {d}/images {d}/images": f"dataset h: {{d}}/images {NO_FILE}",
     "predict --input {d}/loop.yaml": "--input {d}/loop.yaml cannot be read (Too many levels of sym",
     "predict --weights {d}/images": f"the checkpoint {{d}}/images {NO_FILE}",

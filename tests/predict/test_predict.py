@@ -241,7 +241,6 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
     [
         (["--input", "no/folder"], "--input no/folder cannot be read (No such file or directory)"),
         (["--input", "empty"], "--input empty has no images or videos"),
-        (["--tile-size", "0"], "--tile-size must be an integer of at least 16"),
         (["--min-score", "nan"], "--min-score must be a number from 0 to 1, got nan"),
         (["--budget", "nan"], "MEMFIT.BUDGET_GB must be"),
         (["--weights", "no.pth"], "the checkpoint no.pth cannot be read (No such file"),
