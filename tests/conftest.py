@@ -3,7 +3,6 @@ import gc
 import itertools
 import logging
 import os
-import re
 import signal
 import sys
 from contextlib import nullcontext
@@ -33,22 +32,6 @@ for folder in (
     "tools",
 ):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
-
-
-def pytest_ignore_collect(collection_path, config):
-    """`make quick` does not even import the files whose tests are all slow."""
-    if "not slow" not in config.option.markexpr or collection_path.suffix != ".py":
-        return None
-    text = collection_path.read_text(encoding="utf-8")
-    return bool(re.search(r"^pytestmark = .*mark\.(slow|long)\b", text, re.MULTILINE)) or None
-
-
-@pytest.hookimpl(tryfirst=True)  # before options select tests by their markers
-def pytest_collection_modifyitems(items):
-    """Ranks start slowly: `make quick` starts none."""
-    for item in items:
-        if {"two_ranks", "three_ranks"} & set(item.fixturenames):
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

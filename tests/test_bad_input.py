@@ -20,8 +20,6 @@ from tiny import ROOT, run_process, tiny_cfg
 
 from d2_memfit.cli import train
 
-pytestmark = pytest.mark.slow
-
 TRAIN_NET = ROOT / "tools" / "train_net.py"
 NAN = float("nan")
 SIZE = 24

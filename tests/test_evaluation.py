@@ -86,7 +86,6 @@ def evaluated(coins, tmp_path):
     MetadataCatalog.pop("ids", None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ids", [range(6), [1, 2, 3, 1, 2, 3], [-1, 1, 2, 3, 4, 5], list("abcdef")])
 def test_perfect_predictions_have_an_ap_of_100_whatever_the_ids(evaluated, ids, log):
     for _ in range(2):  # as in a run that evaluates every epoch

@@ -2,7 +2,7 @@
 """What README and GETTING_STARTED tell a new user to type, in their order, on photographs of coins.
 
 Images and layers are small and schedules short, which KEY VALUE pairs at the end of the commands
-say. With ``-m exhaustive`` images and layers are those of the recipe.
+say. With ``-m sweep`` images and layers are those of the recipe.
 """
 
 import json
@@ -19,7 +19,7 @@ from tiny import ROOT
 from d2_memfit.config.load import load_cfg
 from d2_memfit.data.hold_out import hold_out
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 README, GETTING_STARTED = ROOT / "README.md", ROOT / "docs" / "GETTING_STARTED.md"
 CARD_GB = 5.79  # what PyTorch reports for a card that is sold with 6 GB
@@ -97,8 +97,8 @@ def type_commands(page, until, folder, opts, limit_gb=None):
     ("limit_gb", "opts"),
     [
         pytest.param(CARD_GB, SMALL, id="a card of 5.79 GB"),
-        pytest.param(None, SMALL, id="the CPU", marks=pytest.mark.exhaustive),
-        pytest.param(CARD_GB, [], id="large images", marks=pytest.mark.exhaustive),
+        pytest.param(None, SMALL, id="the CPU", marks=pytest.mark.sweep),
+        pytest.param(CARD_GB, [], id="large images", marks=pytest.mark.sweep),
     ],
 )
 def test_the_commands_of_readme(checkout, limit_gb, opts):

@@ -20,8 +20,6 @@ from trained import save_trained
 
 from d2_memfit.cli.commands import main
 
-pytestmark = pytest.mark.slow
-
 NO_FILE = "cannot be read (it is not a file)"
 NO_CONFIG = "does not exist, as a file or as a config of the zoo"
 NOT_FINITE = "has NaN or infinite values in backbone.stem.conv1.weight"

@@ -16,9 +16,6 @@ from tiny import ROOT, run_process
 import d2_memfit
 from d2_memfit.cli.command_line import COMMANDS
 
-pytestmark = pytest.mark.slow
-
-
 EXTRAS = {  # with a module of each
     "8bit": "bitsandbytes",
     "lora": "peft",
@@ -182,7 +179,7 @@ def packages_of(python):
     return run_process([python, "-c", code], env={}).stdout.splitlines()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_pip_installs_d2_memfit_and_changes_nothing_else(installed):
     """With all extras whose packages are there."""
     extras = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
@@ -196,7 +193,7 @@ def test_pip_installs_d2_memfit_and_changes_nothing_else(installed):
     assert Path(new).is_relative_to(python.parents[1])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_installed_has_its_data(installed, tmp_path):
     python, _ = installed
     code = (
@@ -215,7 +212,7 @@ def test_what_is_installed_has_its_data(installed, tmp_path):
     assert has_files == "True"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_installed_command_says_its_version_and_its_commands(installed, tmp_path):
     python, _ = installed
     command = python.parent / "d2-memfit"
@@ -238,7 +235,7 @@ def test_help_and_errors_of_the_command_line_do_not_import_pytorch(arguments):
     assert "imported: False" in run_process([sys.executable, "-c", code]).stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_installed_says_whose_it_is(installed, tmp_path):
     python, _ = installed
     code = (
@@ -251,7 +248,7 @@ def test_what_is_installed_says_whose_it_is(installed, tmp_path):
     assert run.stdout.splitlines() == [whose, "LICENSE"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_installed_command_plans_and_trains(installed, coins, tmp_path):
     python, _ = installed
     command = [python.parent / "d2-memfit"]

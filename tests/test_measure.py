@@ -17,8 +17,6 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.measure import ITEMS, measure_gpu, measure_item
 from d2_memfit.memory import enforce_budget
 
-pytestmark = pytest.mark.slow
-
 GB = 2**30
 RECORD = {"device": "Some Card", "measured_bytes": 2 * GB, "estimated_bytes": 3 * GB}
 SAY = f"print('of a library'); print({json.dumps(json.dumps(RECORD))})"
@@ -112,7 +110,7 @@ def test_a_file_has_records_of_one_card(processes, tmp_path):
         [*measure_gpu("cuda:0", 60, file)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_split_and_has_the_loss_of_its_halves():
     (name,) = (item for item in ITEMS if item.endswith(", recovery"))
     with made_up_card():

@@ -23,7 +23,7 @@ def test_it_is_committed_as_it_ran_from_top_to_bottom():
     assert not [output for output in outputs if output["output_type"] == "error"]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("nbclient", "ipykernel"))),
     reason="nbclient or ipykernel is not there: requirements/docs.txt",

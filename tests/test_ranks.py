@@ -10,8 +10,6 @@ import pytest
 from forks import Forked
 from ranks import Ranks
 
-pytestmark = pytest.mark.slow
-
 
 def double(rank, number):
     return rank, 2 * number
@@ -38,7 +36,7 @@ signal.pause()
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of the end of a parent")
 def test_they_end_with_the_process_that_started_them_however_it_ends(tmp_path):
     starter = Forked(["-c", STARTER], tmp_path / "starter", cwd=tmp_path)

@@ -4,7 +4,6 @@
 import re
 from html.parser import HTMLParser
 
-import pytest
 import yaml
 from lazy_configs import lazy_config
 from tiny import tiny_cfg
@@ -71,7 +70,6 @@ def test_the_areas_stand_on_each_other(tmp_path):
     assert heights == [[260, 260, 380, 380], [20, 260, 260, 260]]
 
 
-@pytest.mark.slow
 def test_an_estimate_is_drawn(tmp_path, capsys):
     file, page = tmp_path / "tiny.yaml", tmp_path / "page.html"
     file.write_text(tiny_cfg("mask_rcnn").dump())
@@ -83,7 +81,6 @@ def test_an_estimate_is_drawn(tmp_path, capsys):
         assert word in text
 
 
-@pytest.mark.slow
 def test_keys_to_copy_are_those_of_the_job_s_kind_of_config():
     plan = plan_memory(Job.from_lazy(lazy_config()), 1.0, device="cuda", evaluates=False)
     lazy = yaml.safe_load(keys_as_yaml(Job.from_lazy(lazy_config()), plan))

@@ -44,7 +44,6 @@ def test_a_loop_that_divides_too_little_or_too_much_is_found(power, word, why):
     assert why in loop.why
 
 
-@pytest.mark.slow
 def test_a_count_per_micro_batch_is_found_and_named():
     torch.manual_seed(0)
     findings = check_accumulation(Detr().double(), None, IMAGES, divided_by(1))

@@ -18,8 +18,6 @@ from tiny import ROOT
 from d2_memfit import MemfitTrainer, estimate_memory
 from d2_memfit.config.settings import check_settings
 
-pytestmark = pytest.mark.slow
-
 if importlib.util.find_spec("pkg_resources") is None:
     pytest.skip(
         "Detectron2's model_zoo needs pkg_resources: pip install 'setuptools<81'",

@@ -16,8 +16,6 @@ from d2_memfit.config.files import find_config_file
 from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import figures_of_plan
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def config_file(tmp_path):
@@ -202,7 +200,7 @@ def test_what_a_users_own_file_says_without_datasets_holds(coins, tmp_path, caps
 
 
 @pytest.mark.parametrize(
-    "command", [["--version"], pytest.param(["estimate"], marks=pytest.mark.long)]
+    "command", [["--version"], pytest.param(["estimate"], marks=pytest.mark.slow)]
 )
 def test_no_warning_of_a_library_stands_before_the_answer(config_file, command):
     options = ["--config-file", config_file] if "estimate" in command else []

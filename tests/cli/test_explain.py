@@ -76,7 +76,6 @@ def test_python_has_the_same_runs(write):
     assert (run.name, run.card, run.ended) == ("run 1", "Made Up GPU 9000", "running")
 
 
-@pytest.mark.slow
 def test_the_last_run_that_died_is_explained(write, capsys):
     main(["explain", write([*messages(TRACEBACK + OOM), *messages()])])
     text = capsys.readouterr().out
@@ -84,7 +83,6 @@ def test_the_last_run_that_died_is_explained(write, capsys):
     assert "\nThis is run 1 of 2 in the log: --details lists them\n" in text
 
 
-@pytest.mark.slow
 def test_the_commands_lead_from_a_log_to_a_plan(write, tmp_path, capsys):
     main(["explain", write(messages())])
     text = capsys.readouterr().out
@@ -126,7 +124,6 @@ def test_a_plan_that_cannot_be_written_is_not_a_success(write, tmp_path, capsys)
         assert not file.exists()
 
 
-@pytest.mark.slow
 def test_a_page_has_the_answer_and_the_step(write, tmp_path, capsys):
     page = tmp_path / "page.html"
     path = write(messages(TRACEBACK + OOM, SOLVER__IMS_PER_BATCH=8))
@@ -197,7 +194,6 @@ def test_a_config_file_that_runs_code_is_not_loaded(write, tmp_path, capsys):
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.slow
 def test_a_lazy_config_is_named_by_its_file(write, tmp_path, capsys):
     lazy = write([m.replace("up.yaml", "up.py") for m in log() if "full config" not in m])
     file = tmp_path / "own.py"

@@ -4,11 +4,8 @@
 import os
 import sys
 
-import pytest
 from resumed import coins_cfg
 from tiny import run_process
-
-pytestmark = pytest.mark.slow
 
 
 def test_a_training_and_an_estimate_leave_the_home_folder_empty(coins, tmp_path):

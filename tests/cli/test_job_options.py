@@ -13,8 +13,6 @@ from d2_memfit import Job
 from d2_memfit.cli.commands import main
 from d2_memfit.cli.plan import next_train
 
-pytestmark = pytest.mark.slow
-
 PROJECT = """
 import torch
 from detectron2.config import get_cfg

@@ -22,8 +22,6 @@ from d2_memfit.cli import train
 from d2_memfit.cli.commands import main
 from d2_memfit.predict.images import picture_name
 
-pytestmark = pytest.mark.slow
-
 MINE = "written by a person\n"
 EXISTS = "the output {} exists: "
 USED = "the output {0} is the file {0}, which this command reads or writes too"

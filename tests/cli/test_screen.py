@@ -20,8 +20,6 @@ from tiny import ROOT
 
 from d2_memfit.cli.screen import PrintableFormatter, put_together, say, show
 
-pytestmark = pytest.mark.slow
-
 SHORT = [
     *("MODEL.WEIGHTS", "", "MODEL.DEVICE", "cpu", "MODEL.ROI_BOX_HEAD.FC_DIM", "64"),
     *("MODEL.ANCHOR_GENERATOR.SIZES", "[[8], [16], [32], [64], [128]]"),

@@ -9,8 +9,6 @@ from tiny import ROOT, read_metrics
 
 from d2_memfit.cli.commands import main
 
-pytestmark = pytest.mark.slow
-
 TRAIN_NET = ROOT / "tools" / "train_net.py"
 
 CONFIG = """

@@ -10,8 +10,6 @@ from tiny import tiny_cfg
 
 from d2_memfit.memory import FIGURES, figures_of_plan, keep_plan
 
-pytestmark = pytest.mark.slow
-
 COUNTING = """
 import builtins, io, os, sys
 from collections import Counter

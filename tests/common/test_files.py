@@ -129,7 +129,6 @@ def dump(kind, folder):
     return file
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ours", "Detectron2", "lazy"])
 def test_a_config_that_a_training_wrote_is_known_from_one_that_was_edited(kind, tmp_path):
     file = dump(kind, tmp_path)

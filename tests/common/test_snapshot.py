@@ -157,7 +157,6 @@ def test_state_is_as_before_when_a_forward_is_run_again(kind):
     assert after != first, "the change of the forward that did not fail stays"
 
 
-@pytest.mark.slow
 def test_state_is_as_before_after_a_test_of_what_losses_are_divided_by(kind):
     first, *_, again, _ = train(*kind, policy="window")
     assert again == first

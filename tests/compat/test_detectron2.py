@@ -80,7 +80,6 @@ def private_names_of_libraries(file, own):
     }
 
 
-@pytest.mark.slow
 def test_private_names_stand_in_one_file_for_each_library():
     own = own_names(PACKAGE) | own_names(ROOT / "projects")
     doors = {PACKAGE / "compat/__init__.py", PACKAGE / "compat/pytorch.py"}

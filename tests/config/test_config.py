@@ -79,7 +79,6 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
     assert "wrong.yaml" in str(e.value)
 
 
-@pytest.mark.slow
 def test_every_config_of_detectron2s_zoo_loads_without_running_code():
     folder = detectron2_zoo()
     files = sorted(folder.rglob("*.yaml"))

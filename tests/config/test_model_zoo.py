@@ -7,7 +7,6 @@ from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.errors import ConfigError
 
 
-@pytest.mark.slow
 def test_all_configs_load():
     names = model_zoo.list_configs()
     assert names

@@ -11,8 +11,6 @@ from pycocotools import mask as coco_masks
 from test_docs import blocks
 from tiny import ROOT, read_metrics, tiny_cfg
 
-pytestmark = pytest.mark.slow
-
 OF_YOLO, OF_VOC = blocks(ROOT / "docs" / "GETTING_STARTED.md", "python", until="## 3.")
 (LINE_OF_YOLO,) = [line for line in OF_YOLO.splitlines(True) if line.startswith("data = ")]
 CODE = {"my_yolo/images": OF_YOLO, "my_voc/JPEGImages": OF_YOLO.replace(LINE_OF_YOLO, OF_VOC)}

@@ -15,8 +15,6 @@ from d2_memfit.cli.commands import main
 from d2_memfit.doctor.examination import accumulates, examine
 from d2_memfit.doctor.patient import Patient
 
-pytestmark = pytest.mark.slow
-
 
 class Model(nn.Module):
     """A detector of one layer, whose loss is a mean over images."""

@@ -20,8 +20,6 @@ from d2_memfit.doctor.examination import examine_runs
 from d2_memfit.doctor.patient import Unwell
 from d2_memfit.doctor.runs import agrees_on_two_ranks, is_plain_by_default
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def forked_ranks(monkeypatch):
@@ -91,8 +89,8 @@ def findings(folder, trainer, job_of=job_of):
 @pytest.mark.parametrize(
     "trainer",
     [
-        pytest.param(DefaultTrainer, marks=pytest.mark.long),
-        pytest.param(None, marks=pytest.mark.exhaustive),
+        pytest.param(DefaultTrainer, marks=pytest.mark.slow),
+        pytest.param(None, marks=pytest.mark.sweep),
     ],
 )
 def test_runs_that_are_well(coins, trainer):
@@ -109,7 +107,7 @@ def test_runs_of_a_lazy_config(coins):
     assert all(f.is_well for f in found.values()), [str(f) for f in found.values()]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 def test_two_ranks_of_a_lazy_config(coins):
     found = findings(coins, None, lazy_job_of)
     assert list(found) == ["resume", "two ranks"]

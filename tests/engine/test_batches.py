@@ -80,7 +80,7 @@ OPTIONS["collated groups"] = {"aspect_ratio_grouping": True, "collate_fn": first
 ALL_OPTIONS = [
     pytest.param(
         options,
-        marks=[pytest.mark.exhaustive]
+        marks=[pytest.mark.sweep]
         if "2 workers" in name and not name.startswith("TrainingSampler")
         else [],
         id=name,
@@ -126,9 +126,6 @@ def in_a_checkpoint(*state):
 
 def ids(batches):
     return [image["image_id"] for batch in batches for image in batch]
-
-
-pytestmark = pytest.mark.slow
 
 
 LAYOUTS = {  # ranks, workers, images of all ranks in a batch

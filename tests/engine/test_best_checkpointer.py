@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Detectron2's best checkpoint, and runs that end in evaluations."""
 
-import pytest
 import torch
 from detectron2.utils import comm
 from resumed import coins_cfg
@@ -10,8 +9,6 @@ from tiny import ROOT
 
 import d2_memfit
 from d2_memfit import MemfitTrainer
-
-pytestmark = pytest.mark.slow
 
 
 class Trainer(MemfitTrainer):

@@ -32,11 +32,10 @@ def names(folder):
     [
         ("kill", 6),
         ("full", 4),
-        pytest.param("kill", 200, marks=pytest.mark.exhaustive),
-        pytest.param("full", 50, marks=pytest.mark.exhaustive),
+        pytest.param("kill", 200, marks=pytest.mark.sweep),
+        pytest.param("full", 50, marks=pytest.mark.sweep),
     ],
 )
-@pytest.mark.slow
 def test_kills_and_full_disks_lose_no_save_that_was_completed(tmp_path, kind, num_runs):
     script = ROOT / "tests" / "saving.py"
     result = run_forked(script, kind, num_runs, 0, tmp_path, timeout_s=600)
@@ -61,7 +60,6 @@ def damage(file, rng):
         f.write(bytes(b ^ 255 for b in old) if length == 1 else bytes(len(old)))
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_is_damaged_anywhere_is_noticed_and_the_one_before_is_taken(tmp_path):
     (tmp_path / "good").mkdir()
     saved_run(tmp_path / "good")

@@ -19,8 +19,6 @@ from d2_memfit import AccumulatingTrainer, compat, window_count
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.errors import ConfigError, OutOfMemoryError
 
-pytestmark = pytest.mark.slow
-
 WINDOWS = [(10, 3, 0, 5), (1, 0, 0, 0), (0, 4, 4, 4), (2, 2, 7, 2)]  # objects in each image
 NORMALIZERS = {policy: NormalizerOptions(policy) for policy in ("window", "exact", "off")}
 

@@ -11,8 +11,6 @@ from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.techniques.registry import apply_techniques, techniques_on
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
-
 FAMILIES = ["mask2former", "rf_detr", "rt_detr_v2", "mask_rcnn"]
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 CROWD = (30, 7)  # objects of the images of an iteration

@@ -11,8 +11,6 @@ from tiny import images, parameters, tiny_cfg
 
 from d2_memfit import MemfitTrainer
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def cfg(coins, tmp_path):

@@ -17,7 +17,6 @@ from tiny import ROOT
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.long,
     pytest.mark.skipif(torch.cuda.is_available(), reason="sums on a GPU are not always the same"),
 ]
 

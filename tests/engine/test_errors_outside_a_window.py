@@ -14,8 +14,6 @@ from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.retry import WindowRetries
 from d2_memfit.errors import OutOfMemoryError
 
-pytestmark = pytest.mark.slow
-
 
 class Model(torch.nn.Module):
     """Its forward fails with more than ``fits`` images."""

@@ -15,12 +15,9 @@ from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import evaluating, recovering_inference
 from d2_memfit.errors import OutOfMemoryError
 
-pytestmark = pytest.mark.slow
-
-
 FAMILIES = [
     *("proposal_network", "mask_rcnn", "keypoint_rcnn", "retinanet"),
-    pytest.param("faster_rcnn", marks=pytest.mark.exhaustive),  # a mask_rcnn without masks
+    pytest.param("faster_rcnn", marks=pytest.mark.sweep),  # a mask_rcnn without masks
 ]
 
 

@@ -35,8 +35,6 @@ from d2_memfit.engine.run_state import GatherStates
 from d2_memfit.job import Job
 from d2_memfit.memory import FIGURES
 
-pytestmark = pytest.mark.slow
-
 KIB, MB = 2**10, 2**20
 
 

@@ -75,7 +75,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_the_status_is_that_of_the_rank_that_is_the_cause(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

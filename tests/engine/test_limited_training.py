@@ -12,7 +12,6 @@ from tiny import ROOT, relative_difference
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.long,
     pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits a process"),
 ]
 
@@ -38,7 +37,7 @@ def events(output_dir):
 
 
 @pytest.mark.parametrize(
-    "family", ["proposal_network", pytest.param("mask_rcnn", marks=pytest.mark.exhaustive)]
+    "family", ["proposal_network", pytest.param("mask_rcnn", marks=pytest.mark.sweep)]
 )
 def test_training_under_a_limit_ends_with_the_weights_of_enough_memory(family, tmp_path):
     plain = train(family, "plain", EXTRA_MB[family], tmp_path / "plain")

@@ -19,8 +19,6 @@ from d2_memfit.engine.loss_check import check_losses
 from d2_memfit.job import losses_of
 from tests.engine.criteria_list import CRITERIA, WINDOWS
 
-pytestmark = pytest.mark.slow
-
 LIMIT = 1e-3
 
 

@@ -9,9 +9,6 @@ from tiny import every_anchor_counts, images, parameters, relative_difference, t
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
 
-pytestmark = pytest.mark.slow
-
-
 BATCH = images(8)
 
 

@@ -15,9 +15,6 @@ from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.engine import ranks as reduce
 
-pytestmark = pytest.mark.slow
-
-
 NUM_ITERATIONS = 5
 
 

@@ -12,9 +12,6 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.config.settings import RecoveryOptions
 
-pytestmark = pytest.mark.slow
-
-
 STEPS = 2
 
 

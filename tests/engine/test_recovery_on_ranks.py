@@ -13,9 +13,6 @@ from d2_memfit import AccumulatingTrainer, compat
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.errors import OutOfMemoryError
 
-pytestmark = pytest.mark.slow
-
-
 NUM_IMAGES = 2  # of a rank in an iteration
 
 

@@ -9,8 +9,6 @@ import torch
 from detectron2.engine import hooks
 from resumed import Trainer, coins_cfg, train, train_on_rank
 
-pytestmark = pytest.mark.slow
-
 # On many CPUs iterations in 16 bits take ten times as long: one micro-batch is enough for them.
 HALF = {"SOLVER.AMP.ENABLED": True, "SOLVER.ACCUMULATION_STEPS": 1}
 
@@ -34,7 +32,7 @@ OF_ONE_RANK = {
 
 
 # A CPU computes float16 slowly. test_defaults.py resumes a run with a loss scale, too.
-FLOAT16 = pytest.param(HALF, marks=pytest.mark.exhaustive, id="float16")
+FLOAT16 = pytest.param(HALF, marks=pytest.mark.sweep, id="float16")
 
 
 def check_equal(straight, first, second):
@@ -59,7 +57,7 @@ _LONG = ("3 workers, not grouped", "random subset")
     "keys",
     [
         *(
-            pytest.param(keys, id=name, marks=[pytest.mark.long] if name in _LONG else [])
+            pytest.param(keys, id=name, marks=[pytest.mark.slow] if name in _LONG else [])
             for name, keys in OF_ONE_RANK.items()
         ),
         FLOAT16,
@@ -84,7 +82,7 @@ def test_random_numbers_that_are_drawn_between_the_load_and_the_first_iteration_
     check_equal(straight, train(cfg, 0, 2, Drawing), train(cfg, 2, 4, Drawing))
 
 
-@pytest.mark.parametrize("family", [pytest.param("mask_rcnn", marks=pytest.mark.long), "retinanet"])
+@pytest.mark.parametrize("family", [pytest.param("mask_rcnn", marks=pytest.mark.slow), "retinanet"])
 def test_other_models_too(coins, tmp_path, family):
     """RetinaNet has a running normaliser, which is a plain number."""
     train(small_cfg(tmp_path / "warm up", family), 0, 1)  # a process's first sums may be others

@@ -29,9 +29,6 @@ from d2_memfit.engine.oom_log import OomLog
 from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.memory import TensorMeter
 
-pytestmark = pytest.mark.slow
-
-
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 
 
@@ -204,7 +201,7 @@ def points_of(family, precision, num, fpn=True):
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
-        pytest.param("mask_rcnn", "fp32", marks=pytest.mark.long),
+        pytest.param("mask_rcnn", "fp32", marks=pytest.mark.slow),
         ("retinanet", "fp16"),  # which has a running normaliser, too
     ],
 )
@@ -214,7 +211,7 @@ def test_a_window_that_failed_somewhere_ends_as_one_that_did_not(family, precisi
     assert set(splits) == {(1, 1, 1, 1), (2, 1, 1)}
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_window_that_failed_anywhere_ends_as_one_that_did_not(family, precision):

@@ -12,8 +12,6 @@ from tiny import parameters, relative_difference, run_process, suggested, tiny_c
 from d2_memfit import MemfitTrainer
 from d2_memfit.techniques.registry import TECHNIQUES
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def cfg(coins, tmp_path):

@@ -14,9 +14,6 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.errors import DataError
 from d2_memfit.memory import TensorMeter
 
-pytestmark = pytest.mark.slow
-
-
 NUM_ITERATIONS = 3
 
 
@@ -231,7 +228,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_step(log):
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param("mask_rcnn", marks=pytest.mark.exhaustive), "retinanet"]
+    "family", [pytest.param("mask_rcnn", marks=pytest.mark.sweep), "retinanet"]
 )
 def test_accumulation_needs_the_memory_of_one_micro_batch(family):
     """Plus the gradients that wait for the next; here they are small beside the activations."""

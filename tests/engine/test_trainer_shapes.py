@@ -7,8 +7,6 @@ import pytest
 import torch
 from trainer_shapes import SHAPES, train
 
-pytestmark = pytest.mark.slow
-
 SPLIT = {"SOLVER.ACCUMULATION_STEPS": 2, "MEMFIT.OOM.POLICY": "split"}
 THREE = ["past DefaultTrainer", "another checkpointer on rank 0", "SimpleTrainer"]
 

@@ -17,8 +17,6 @@ from trainer_shapes import (
 from d2_memfit import AccumulatingTrainer, MemfitMixin
 from d2_memfit.errors import ConfigError
 
-pytestmark = pytest.mark.slow
-
 ACCUMULATION = {"SOLVER.ACCUMULATION_STEPS": 2, "MEMFIT.OOM.POLICY": "split"}
 
 

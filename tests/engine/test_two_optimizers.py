@@ -11,8 +11,6 @@ from torch.nn.functional import softplus
 
 from d2_memfit.compat import without_ddp
 
-pytestmark = pytest.mark.slow
-
 
 class WithCritic(nn.Module):
     """The critic tells features of labelled images from those of another domain."""

@@ -5,7 +5,6 @@ import contextlib
 import io
 import resource
 
-import pytest
 import torch
 from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
@@ -17,8 +16,6 @@ from d2_memfit.common.files import FolderLock
 from d2_memfit.config.load import load_cfg
 from d2_memfit.data.registration import register_coco
 from d2_memfit.memory import enforce_budget, process_memory
-
-pytestmark = pytest.mark.slow
 
 
 def cfg_of(folder, keys):

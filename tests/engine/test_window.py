@@ -11,9 +11,6 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.window import Window, as_given, count_images
 from d2_memfit.errors import ConfigError
 
-pytestmark = pytest.mark.slow
-
-
 BATCHES = [[{"image_id": i} for i in ids] for ids in ((0, 1, 2, 3), (4, 5, 6), (7,))]
 
 

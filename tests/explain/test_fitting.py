@@ -16,7 +16,6 @@ def prediction():
     return predict_run(run, Help())[0]
 
 
-@pytest.mark.slow
 def test_a_plan_is_for_the_card_of_the_log_or_another(prediction):
     assert plan_for(LoggedRun(), prediction) is None
     assert plan_for(LoggedRun(gpus=["Tesla T4"]), prediction).budget_gb == 14.4
@@ -27,7 +26,6 @@ def test_a_plan_is_for_the_card_of_the_log_or_another(prediction):
         plan_for(LoggedRun(), prediction, "Voodoo")
 
 
-@pytest.mark.slow
 def test_a_plan_has_room_for_what_was_measured(prediction):
     worst = prediction.estimate.peak_allocated_gb * 1024
     plain = plan_for(LoggedRun(), prediction, "8GB")

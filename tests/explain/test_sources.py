@@ -90,7 +90,6 @@ trainer.train(0, 6)
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("most", "ended"), [(1, "running"), (0, "out of memory")])
 def test_the_output_of_a_training_here(tmp_path, most, ended):
     """It is "running", because its config has 40,000 iterations."""
@@ -209,7 +208,6 @@ def test_a_cut_log_with_nul_bytes_is_read(tmp_path):
     assert (run.iteration, run.ended) == (19, "running")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

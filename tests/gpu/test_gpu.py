@@ -52,8 +52,6 @@ from d2_memfit.memory import (
 from d2_memfit.techniques import offload
 from d2_memfit.techniques.registry import TECHNIQUES, apply_techniques
 
-pytestmark = pytest.mark.slow
-
 CASE = WorstCase((480, 640), 30)
 EXACT = [t.name for t in TECHNIQUES if t.tier == "exact" and t.part == "model"]
 
@@ -64,7 +62,7 @@ GPU = pytest.param(
         pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
     ],
 )
-CPU = pytest.param("cpu", marks=pytest.mark.exhaustive)
+CPU = pytest.param("cpu", marks=pytest.mark.sweep)
 MADE_UP = "made-up card"
 
 
@@ -398,7 +396,7 @@ def test_blocks_recomputed_and_offloaded_keep_gradients_to_the_last_bit(family, 
         assert torch.equal(actual[name], expected[name]), repeats
 
 
-@pytest.mark.parametrize("change", ["2 images", pytest.param("6GB", marks=pytest.mark.long)])
+@pytest.mark.parametrize("change", ["2 images", pytest.param("6GB", marks=pytest.mark.slow)])
 def test_the_gpu_is_measured(change, gpu):
     (name,) = (item for item in ITEMS if item.endswith(f"mask_rcnn_R_50_FPN_3x, {change}"))
     try:

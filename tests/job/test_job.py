@@ -20,8 +20,6 @@ from d2_memfit.engine.build import build_trainer
 from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase, with_overrides
 
-pytestmark = pytest.mark.slow
-
 
 class AdamWTrainer(DefaultTrainer):
     """With an optimizer, a mapper and a model of its own, as projects have them."""

@@ -17,8 +17,6 @@ from d2_memfit.doctor.patient import Patient
 from d2_memfit.engine.build import build_trainer
 from d2_memfit.planner.steps import Session
 
-pytestmark = pytest.mark.slow
-
 NUM_IMAGES, MAX_ITER = 4, 9
 ITERATIONS = []  # in which the losses were computed
 

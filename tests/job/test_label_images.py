@@ -22,8 +22,6 @@ from d2_memfit import Job, get_cfg
 from d2_memfit.job.datasets import statistics_of
 from d2_memfit.job.mapper import tiles
 
-pytestmark = pytest.mark.slow
-
 IGNORED = 255
 
 

@@ -45,7 +45,6 @@ def warnings(log):
     return [r.getMessage() for r in log.records if r.levelname == "WARNING"]
 
 
-@pytest.mark.slow
 def test_a_trainer_warns_before_the_first_iteration(cfg, dicts, log):
     for entry in dicts:
         entry["annotations"][0]["bbox"][2] = float("nan")
@@ -82,7 +81,7 @@ def test_a_polygon_that_would_take_all_memory_is_an_error(cfg, dicts):
 
 @pytest.mark.parametrize(
     ("workers", "training"),
-    [(0, True), (0, False), pytest.param(1, True, marks=pytest.mark.slow)],
+    [(0, True), (0, False), (1, True)],
 )
 def test_an_image_that_cannot_be_loaded_is_named(cfg, dicts, tmp_path, workers, training):
     cfg.DATALOADER.NUM_WORKERS = workers

@@ -21,9 +21,6 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.job import tensors_of
 from d2_memfit.job.datasets import assumed_statistics
 
-pytestmark = pytest.mark.slow
-
-
 # Images of a tenth of the usual size, where it does not matter.
 SMALL = {
     "INPUT__MIN_SIZE_TRAIN": (80,),

@@ -21,8 +21,6 @@ from d2_memfit.memory import (
     process_memory,
 )
 
-pytestmark = pytest.mark.slow
-
 
 def run_code(code):
     result = run_forked("-c", code)

@@ -8,8 +8,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from d2_memfit.memory import OwnerMeter, live_tensors
 
-pytestmark = pytest.mark.slow
-
 FAMILIES = ["mask_rcnn", "retinanet"]
 
 

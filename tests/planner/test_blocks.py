@@ -22,7 +22,6 @@ from d2_memfit.techniques.registry import apply_techniques
 KEYS = ("MEMFIT.CHECKPOINT.MODULES", "MEMFIT.OFFLOAD.MODULES")
 
 
-@pytest.mark.slow
 def test_a_plan_recomputes_as_few_blocks_as_fit():
     """BatchNorm that is trained: smaller micro-batches would be another recipe."""
     opts = ["SOLVER.IMS_PER_BATCH", 2, "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 32]

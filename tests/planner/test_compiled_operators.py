@@ -13,8 +13,6 @@ from d2_memfit.planner.stand_ins import cuda_as_cpu
 from d2_memfit.planner.steps import Session
 from d2_memfit.planner.timeline import Workspace
 
-pytestmark = pytest.mark.slow
-
 CASE = WorstCase((160, 224), 5)
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
 GROUPED = ["MODEL.RESNETS.DEFORM_NUM_GROUPS", 2]

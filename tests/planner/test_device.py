@@ -11,8 +11,6 @@ from scipy.stats import spearmanr
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.timeline import Allocate, Allocation, Free, Timeline, Workspace
 
-pytestmark = pytest.mark.slow
-
 MB = 2**20
 CUDA = DeviceModel.load("cuda")
 
@@ -26,7 +24,7 @@ def test_an_estimate_is_what_detectron2s_zoo_took():
     assert zoo.estimate(config) == pytest.approx(zoo.published_memory()[config], rel=0.08)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 def test_estimates_are_what_detectron2s_whole_zoo_took():
     published = zoo.published_memory()
     pairs = [(gb, zoo.estimate(config)) for config, gb in published.items()]

@@ -24,8 +24,6 @@ from d2_memfit.planner.meta import is_fake, make_fake
 from d2_memfit.planner.stand_ins import _TO_FLOAT32, casts_of_cuda, cuda_as_cpu
 from d2_memfit.planner.steps import Session
 
-pytestmark = pytest.mark.slow
-
 CASE = WorstCase((160, 224), 7)
 
 # Real models, narrow and with images and numbers of proposals that can be computed quickly.
@@ -209,7 +207,7 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("mask FPN", marks=pytest.mark.long),
+        pytest.param("mask FPN", marks=pytest.mark.slow),
         *("panoptic", "PointRend", "FCOS", "a user's own", "queries"),
         "queries, masks on the host",
     ],

@@ -28,7 +28,6 @@ def crowded_cfg(family="mask_rcnn"):
     return cfg
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mask_rcnn", "retinanet", "crowded"])
 def test_more_images_are_on_lines_through_2_and_3(name):
     """To a thousandth, with the phase that decides, and with gradients of earlier ones."""
@@ -60,7 +59,6 @@ def test_the_headroom_is_what_other_software_and_another_context_may_add(device)
     assert device.margin == (share, pytest.approx(context, abs=MB))
 
 
-@pytest.mark.slow
 def test_a_range_says_what_makes_it_wider():
     cfg = tiny_cfg("mask_rcnn", device="cuda")
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("nobody_has_it",), ()
@@ -76,7 +74,6 @@ def test_a_range_says_what_makes_it_wider():
         assert high >= 1.0599 * e.peak_allocated_gb
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("num_images", "own"), [(1, 3), (4, 20)])
 def test_objects_that_fit_are_on_lines_of_an_image(num_images, own):
     job = dry_job(crowded_cfg(), num_images, num_instances=own)

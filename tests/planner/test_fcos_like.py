@@ -17,8 +17,6 @@ from d2_memfit.planner.dry_run import DryRun, WithoutValues
 from d2_memfit.planner.text import answer_of_plan, describe_estimate
 from d2_memfit.planner.worst_outputs import detect_most
 
-pytestmark = pytest.mark.slow
-
 MOST = 10  # detections
 
 

@@ -13,8 +13,6 @@ from d2_memfit.config.load import load_cfg
 from d2_memfit.errors import ConfigError, MemfitError
 from d2_memfit.memory import process_memory
 
-pytestmark = pytest.mark.slow
-
 GB = 2**30
 
 

@@ -15,8 +15,6 @@ from d2_memfit.planner.from_run import as_in_run
 from d2_memfit.planner.plan import plan_memory
 from d2_memfit.planner.text import describe_estimate, describe_plan
 
-pytestmark = pytest.mark.slow
-
 MB = 2**20
 GB = 2**30
 

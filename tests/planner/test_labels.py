@@ -59,7 +59,6 @@ def peak(build=WithoutValues):
     return run.peak_bytes
 
 
-@pytest.mark.slow
 def test_masks_keep_their_values_in_a_dry_run(monkeypatch):
     found = peak()
     monkeypatch.setattr(DryRun, "_call", TensorMeter._call)

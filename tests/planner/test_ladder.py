@@ -134,7 +134,6 @@ JOBS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", JOBS)
 def test_more_memory_is_never_worse(name):
     """With the dry runs of a job, which all budgets share."""

@@ -17,8 +17,6 @@ from d2_memfit.planner.plan_file import planned_config
 from d2_memfit.planner.steps import Session
 from d2_memfit.planner.text import answer_of_plan, describe_plan
 
-pytestmark = pytest.mark.slow
-
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
 

@@ -21,8 +21,6 @@ from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.probe import run_for_real
 from d2_memfit.planner.worst_outputs import worst_case
 
-pytestmark = pytest.mark.slow
-
 CASE = WorstCase((320, 480), 10)
 ORIGINAL = 3 * 320 * 480  # bytes of an image that the job keeps: the meter sees what is copied
 KEYPOINTS = ("keypoints_coco_2017_train",)
@@ -34,7 +32,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("proposal_network", marks=pytest.mark.exhaustive),  # a part of the others
+        pytest.param("proposal_network", marks=pytest.mark.sweep),  # a part of the others
         *("mask_rcnn", "keypoint_rcnn", "retinanet"),
     ],
 )

@@ -19,7 +19,6 @@ def job_of(ranks=1, **keys):
     return Job.from_cfg(cfg, ranks, batch=WorstCase((320, 480), 20))
 
 
-@pytest.mark.slow
 def test_gradients_of_earlier_micro_batches_count_at_a_peak_of_the_forward():
     peaks = []
     for micro_batch in (4, 2):  # the whole batch, and the second half of it

@@ -1,12 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 import json
 
-import pytest
 from trained import save_trained
 
 from d2_memfit.cli.commands import main
-
-pytestmark = pytest.mark.slow
 
 
 def test_inference_takes_less_than_evaluation_in_training(tmp_path, capsys):

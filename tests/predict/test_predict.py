@@ -22,8 +22,6 @@ from d2_memfit.cli.commands import main
 from d2_memfit.config.load import load_cfg
 from d2_memfit.predict.predictor import weights_of
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
@@ -194,7 +192,7 @@ def test_an_image_above_pillows_limit_is_read_for_tiles(config, photographs, tmp
     assert results_of(tmp_path / "tiles")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 def test_an_image_of_196_megapixels_is_read_for_tiles(config, tmp_path):
     """It takes 4 GB of RAM, and most of a minute."""
     Image.new("RGB", (14_000, 14_000), "white").save(tmp_path / "large.png")
@@ -218,7 +216,7 @@ def test_a_name_that_is_not_of_utf_8_is_escaped(config, photographs, tmp_path):
     assert names == {"\udcff\x1b[31m.png", "001.png"}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp_path):
     """Under a budget that the kernel enforces."""
     config = save_trained(tmp_path / "wide", MODEL__RESNETS__STEM_OUT_CHANNELS=128)

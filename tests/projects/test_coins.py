@@ -10,8 +10,6 @@ from make_dataset import SPLIT_ROW, find_coins
 from skimage import data
 from tiny import read_metrics
 
-pytestmark = pytest.mark.slow
-
 
 def test_all_coins_are_found_and_no_coin_is_in_both_halves():
     labels = find_coins(data.coins())
@@ -27,8 +25,8 @@ SMALL = ["INPUT.MIN_SIZE_TRAIN", "(64,)", "INPUT.MIN_SIZE_TEST", 64]
 @pytest.mark.parametrize(
     ("iterations", "least_ap50", "small"),
     [
-        pytest.param(2, 0, SMALL, marks=pytest.mark.long),
-        pytest.param(60, 50, [], marks=pytest.mark.exhaustive),
+        pytest.param(2, 0, SMALL, marks=pytest.mark.slow),
+        pytest.param(60, 50, [], marks=pytest.mark.sweep),
     ],
 )
 def test_the_demo_learns_to_find_coins(

@@ -16,8 +16,6 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.techniques.registry import TECHNIQUES, apply_techniques
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():

@@ -19,7 +19,7 @@ from rfdetr.training import RFDETRModelModule  # noqa: E402
 from rfdetr.utilities.tensors import collate_fn  # noqa: E402
 from window_module import WindowModule, job_of  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 NUM_IMAGES, NUM_STEPS = 4, 2
 CONFIGS = {"boxes": RFDETRNanoConfig, "masks": RFDETRSegNanoConfig}
@@ -127,7 +127,7 @@ def test_micro_batches_train_what_rfdetr_trains(tmp_path):
     assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_injected_error_leaves_no_trace(tmp_path, monkeypatch):
     # TorchScript optimises a function after its first call, and a sum may differ in a bit.
     for name in ("dice_loss", "sigmoid_ce_loss"):

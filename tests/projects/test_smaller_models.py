@@ -20,8 +20,6 @@ from torchvision import models
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.predict.predictor import load_whole_model
 
-pytestmark = pytest.mark.slow
-
 PROJECT = ROOT / "projects" / "SmallerModels"
 
 
@@ -91,7 +89,7 @@ def test_accumulated_gradients_of_distillation_are_those_of_the_full_batch(tmp_p
     assert relative_difference(changes[1], changes[0]) < 1e-5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_way_compares_its_run_with_the_run_before(coins, tmp_path):
     pytest.importorskip("onnxruntime")
     data = ["--coco", "coins_train", coins / "train.json", coins / "train"]

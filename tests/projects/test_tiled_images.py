@@ -20,8 +20,6 @@ pytest.importorskip("rasterio", reason="the optional extra rasterio")
 import tiled_images
 from tiled_images import TileMapper, TileMerger, Trainer, tiles_of
 
-pytestmark = pytest.mark.slow
-
 CONFIG = ROOT / "projects" / "TiledImages" / "configs" / "mask_rcnn_coins_tiled.yaml"
 
 
@@ -205,7 +203,7 @@ def run_script(name, *args):
     return run_forked(script, "--config-file", CONFIG, *args)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_training_evaluation_and_prediction_by_the_scripts(large_images, tmp_path):
     datasets = []
     for split in ("train", "val"):

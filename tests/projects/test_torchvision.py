@@ -19,8 +19,6 @@ from d2_memfit import Job
 from d2_memfit.engine.build import build_trainer
 from d2_memfit.planner.steps import Session
 
-pytestmark = pytest.mark.slow
-
 SIDE, CHANNELS = 64, 32
 
 
@@ -92,7 +90,7 @@ def trained(fail_at=(), **kwargs):
     return parameters(model), trainer
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_injected_error_leaves_no_trace():
     expected, _ = trained(micro_batch_size=1)
     _, counting = trained(fail_at=[10**9])

@@ -29,8 +29,6 @@ from d2_memfit.planner.probe import run_for_real
 from d2_memfit.planner.steps import Session
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
-
 EACH_MODEL = pytest.mark.parametrize(("kind", "has_masks"), MODELS)
 
 

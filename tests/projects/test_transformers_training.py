@@ -12,8 +12,6 @@ from tiny import ROOT, read_metrics
 from tiny_transformers import tiny_transformers_cfg
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.slow
-
 PROJECT = ROOT / "projects" / "Transformers"
 
 
@@ -40,7 +38,7 @@ def tiny_config(folder):
     return file
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_job_trains_in_a_budget_is_resumed_saved_and_evaluated(tmp_path, coins):
     config = tiny_config(tmp_path)
     folder = tmp_path / "output"

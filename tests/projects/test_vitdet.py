@@ -14,8 +14,6 @@ from d2_memfit import Job
 from d2_memfit.cli.commands import main
 from d2_memfit.techniques.registry import TECHNIQUES
 
-pytestmark = pytest.mark.slow
-
 PROJECT = ROOT / "projects" / "ViTDet"
 FPN = PROJECT / "configs" / "mask_rcnn_fpn_coins.py"
 VITDET = PROJECT / "configs" / "mask_rcnn_vitdet_coins.py"
@@ -43,7 +41,7 @@ def folder(coins, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(FPN, marks=pytest.mark.long), pytest.param(VITDET, marks=NEEDS_VIT)],
+    [pytest.param(FPN, marks=pytest.mark.slow), pytest.param(VITDET, marks=NEEDS_VIT)],
 )
 def test_it_trains_with_checkpointing_and_is_evaluated(config, folder, log):
     main(["train", "--config-file", str(config), *SHORT])

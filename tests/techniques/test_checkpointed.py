@@ -8,8 +8,6 @@ from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.techniques.checkpointing import checkpointed
 
-pytestmark = pytest.mark.slow
-
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 
 

@@ -14,8 +14,6 @@ from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques.registry import apply_techniques
 
-pytestmark = pytest.mark.slow
-
 
 def apply(model, *modules):
     cfg = tiny_cfg()

@@ -44,7 +44,6 @@ def test_labels_are_those_of_detectron2(num_instances, num_anchors, chunk_size, 
                 assert torch.equal(a, e)
 
 
-@pytest.mark.slow
 def test_memory_grows_with_anchors_and_not_with_pairs():
     matcher = Matcher([0.3, 0.7], [0, -1, 1], allow_low_quality_matches=True)
     instances, anchors = boxes(300, 0), boxes(20_000, 1)
@@ -56,7 +55,6 @@ def test_memory_grows_with_anchors_and_not_with_pairs():
     assert peaks[1] < peaks[0] / 20
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["faster_rcnn", "retinanet"])
 def test_no_matrix_of_all_pairs_is_made_in_a_model(family):
     cfg = tiny_cfg(family)
@@ -138,7 +136,6 @@ def step(model, counts):
     return {k: v.detach() for k, v in losses.items()}, gradients
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(6, 3), (12,), (12, 0), (0, 0)])
 def test_up_to_the_limit_denoising_is_the_models_own(counts):
     for expected, actual in zip(*(step(detector("rt_detr_v2", n), counts) for n in (None, 12))):
@@ -146,7 +143,6 @@ def test_up_to_the_limit_denoising_is_the_models_own(counts):
         assert all(torch.equal(actual[k], expected[k]) for k in expected)
 
 
-@pytest.mark.slow
 def test_a_forward_with_a_crowded_image_has_no_denoising_queries(log):
     plain, limited = detector("rt_detr_v2"), detector("rt_detr_v2", 12)
     for counts in ((30, 4), (4, 30)):
@@ -157,7 +153,6 @@ def test_a_forward_with_a_crowded_image_has_no_denoising_queries(log):
     assert log.text.count(f"{DENOISING} 12: an image has 30 objects") == 1
 
 
-@pytest.mark.slow
 def test_a_thousand_objects_need_half_of_the_memory():
     peaks = []
     for limit in (None, 100):

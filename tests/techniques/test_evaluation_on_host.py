@@ -19,8 +19,6 @@ from d2_memfit.planner.text import describe_estimate
 from d2_memfit.techniques.evaluation_on_host import _PastedMasks
 from d2_memfit.techniques.registry import get_technique
 
-pytestmark = pytest.mark.slow
-
 
 def apply(model):
     return get_technique("EvaluationOnHost").apply(model, tiny_cfg())

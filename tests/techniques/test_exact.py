@@ -12,8 +12,6 @@ from tiny import images, relative_difference, suggested, tiny_cfg, tiny_model
 
 from d2_memfit.techniques.registry import TECHNIQUES, apply_techniques
 
-pytestmark = pytest.mark.slow
-
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 TECHNIQUES_OF_MODELS = [t.name for t in TECHNIQUES if (t.tier, t.part) == ("exact", "model")]
 

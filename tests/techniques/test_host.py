@@ -78,7 +78,6 @@ def test_ranks_map_one_file(two_ranks):
     assert not leftovers()
 
 
-@pytest.mark.slow
 def test_the_loader_gives_the_same_images(coins):
     cfg = tiny_cfg("mask_rcnn")
     cfg.DATASETS.TRAIN = ("coins_train",)

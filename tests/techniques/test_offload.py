@@ -80,7 +80,6 @@ def deep_layers(number=6):
     return model, torch.rand(1, 4, 512, 512, requires_grad=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("most", [1, 2, 4, 1000])
 def test_the_tensors_of_copies_in_flight_are_bounded(most, monkeypatch):
     monkeypatch.setattr(offload, "MOST_IN_FLIGHT", most)
@@ -113,7 +112,6 @@ class Stream:
         self.asked.append(f"wait {event}")
 
 
-@pytest.mark.slow
 def test_on_a_made_up_card_no_memory_is_free_before_its_copy_ended(monkeypatch):
     asked = []
     monkeypatch.setattr(offload, "MOST_IN_FLIGHT", 1)

@@ -18,8 +18,6 @@ from d2_memfit.planner.steps import Session
 from d2_memfit.techniques.optimizer import ShardedOptimizer
 from d2_memfit.techniques.registry import apply_techniques, get_technique
 
-pytestmark = pytest.mark.slow
-
 
 def cfg_with(*pairs, clip=False):
     cfg = tiny_cfg("proposal_network")

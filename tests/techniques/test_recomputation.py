@@ -17,8 +17,6 @@ from d2_memfit.techniques import offload
 from d2_memfit.techniques.checkpointing import Recomputed, checkpointed
 from d2_memfit.techniques.registry import apply_techniques
 
-pytestmark = pytest.mark.slow
-
 
 def seed():
     torch.manual_seed(0)

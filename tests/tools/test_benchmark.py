@@ -8,8 +8,6 @@ import pytest
 from forks import run_forked
 from tiny import ROOT
 
-pytestmark = pytest.mark.slow
-
 
 def benchmark(*arguments):
     result = run_forked(ROOT / "tools" / "benchmark.py", *arguments, timeout_s=600)
@@ -32,7 +30,7 @@ def test_the_help_of_all_benchmarks_imports_none_of_them():
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gradients():
     exact = "RPN, every anchor sampled"
     table = benchmark("gradients", exact, "--train", 2, "--size", 64, 64)

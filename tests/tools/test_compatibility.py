@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """The compatibility table. The projects themselves are not here: their trees are the user's."""
 
-import pytest
 from compatibility_checks.project import PROJECTS
 from compatibility_checks.table import COLUMNS, page
 from forks import run_forked
@@ -36,7 +35,6 @@ def test_the_committed_page_is_of_these_projects():
     assert [row.split(" | ")[0].strip("| ") for row in rows_of(PAGE, "results")] == [*PROJECTS]
 
 
-@pytest.mark.slow
 def test_a_tree_that_is_not_there_is_told(tmp_path):
     tool = ROOT / "tools" / "compatibility.py"
     output = tmp_path / "page.md"

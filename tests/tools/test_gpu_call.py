@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 import gpu_call
 import pytest
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 
 def test_a_rehearsal_leaves_records_tests_and_a_log_and_goes_on_later(tmp_path, monkeypatch):

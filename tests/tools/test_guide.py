@@ -1,12 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """The table of docs/OUT_OF_MEMORY.md that `benchmark.py guide` writes."""
 
-import pytest
 from benchmarks import guide
 from pages import section
 
 
-@pytest.mark.slow
 def test_the_page_for_those_who_ran_out_of_memory_has_what_the_planner_says():
     lines = section(guide.PAGE, "tries", guide.TOOL).splitlines()
     assert [line.partition(".")[0] for line in lines if line[2:3].isdigit()] == [

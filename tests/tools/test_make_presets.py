@@ -14,8 +14,6 @@ from d2_memfit.config.settings import check_settings
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
 
-pytestmark = pytest.mark.slow
-
 CONFIGS = ROOT / "configs"
 PRESETS = [
     *sorted(CONFIGS.glob("*/*GB.yaml")),
@@ -68,12 +66,12 @@ def test_a_preset_of_each_model_of_the_zoo_needs_what_its_file_says():
     check_memory(of_zoo.values(), evaluates=False)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.sweep
 def test_each_preset_needs_what_its_file_says():
     check_memory(PRESETS, evaluates=True)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_preset_is_what_the_tool_writes():
     file = CONFIGS / "COCO-Detection" / "retinanet_R_50_FPN_3x_4GB.yaml"
     assert yaml.safe_load(make_presets.preset(file)) == yaml.safe_load(file.read_text())

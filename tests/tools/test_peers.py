@@ -40,7 +40,6 @@ class Mean(torch.nn.Module):
         return {"loss": torch.stack([(d["image"] @ self.weight) ** 2 for d in batch]).mean()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("side", MODULES)
 def test_the_gradient_of_a_step_is_that_of_all_its_images(side):
     if importlib.util.find_spec(MODULES[side]) is None:

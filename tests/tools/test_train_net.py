@@ -18,8 +18,6 @@ from d2_memfit.config.load import load_cfg
 from d2_memfit.data.hold_out import hold_out
 from d2_memfit.memory import enforce_budget
 
-pytestmark = pytest.mark.slow
-
 TRAIN_NET = str(ROOT / "tools" / "train_net.py")
 
 
@@ -246,7 +244,7 @@ RANKS = {
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
-@pytest.mark.parametrize("launcher", ["num-gpus", pytest.param("torchrun", marks=pytest.mark.long)])
+@pytest.mark.parametrize("launcher", ["num-gpus", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_two_ranks_train_together_and_hold_out_the_same_images(
     arguments, coins, tmp_path, launcher
 ):
