@@ -11,14 +11,13 @@ from typing import Any, Optional, Union
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from omegaconf import DictConfig
 
-from ..common.checks import Check, fits, whole
+from ..common.checks import Check, fits, usable_device, whole
 from ..common.files import check_outputs
 from ..common.units import GB
 from ..data.coco_file import CocoFile, check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import check_classes
 from ..engine.evaluating import evaluating
-from ..engine.launch import usable_device
 from ..engine.oom_log import logger as recovery
 from ..errors import ConfigError
 from ..memory import device_memory, use_expandable_segments

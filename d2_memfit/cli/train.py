@@ -24,6 +24,7 @@ from detectron2.utils.registry import locate
 from omegaconf import DictConfig, ListConfig
 from torch import nn
 
+from ..common.checks import usable_device
 from ..common.files import FolderLock, check_run_folder, whole_file
 from ..compat import has_compiled_ops
 from ..config.files import find_config_file
@@ -38,7 +39,7 @@ from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.defaults import MemfitTrainer
 from ..engine.ending import causes_named, signals_end_at_once
 from ..engine.evaluating import evaluating
-from ..engine.launch import launch, usable_device, world_size
+from ..engine.launch import launch, world_size
 from ..errors import ConfigError, MemfitError, exit_on_error
 from ..job import Job, LazyParts, TrainerParts
 from ..memory import keep_plan, use_expandable_segments

@@ -2,14 +2,17 @@
 """The states of a process's random generators, to draw the same random numbers again."""
 
 import random
+import re
 from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
-__all__ = ["RandomState"]
+__all__ = ["RandomState", "SameDraws"]
 
 _CPU = torch.device("cpu")
+_DRAWS = re.compile(r"rand|bernoulli|(normal|uniform|exponential)_$")
 _WITHOUT_GENERATOR = ("cpu", "meta")  # devices without one in addition to PyTorch's own
 
 
@@ -65,3 +68,26 @@ class RandomState:
         keys, *rest = states["numpy"]
         loaded._states = {**states, "numpy": ("MT19937", keys.numpy().astype(np.uint32), *rest)}
         return loaded
+
+
+class SameDraws(TorchFunctionMode):
+    """Random numbers that do not depend on earlier ones or on the batch, and no dropout.
+
+    All rows of a random tensor have the same numbers: those of an object are the same in every
+    batch. The anchors or proposals of an image are taken in their order.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        if not _DRAWS.match(name):
+            return func(*args, **kwargs)
+        seed = torch.initial_seed()
+        torch.manual_seed(seed)
+        drawn = func(*args, **kwargs)
+        if name == "randperm":
+            return drawn.copy_(torch.arange(len(drawn)).roll(seed * len(drawn) // 3))
+        if drawn.dim() > 0 and len(drawn) > 0:
+            drawn.detach().copy_(drawn[:1].clone().expand_as(drawn))
+        return drawn
