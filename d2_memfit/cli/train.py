@@ -44,7 +44,6 @@ from ..errors import ConfigError, MemfitError, exit_on_error
 from ..job import Job, LazyParts, TrainerParts
 from ..memory import keep_plan, use_expandable_segments
 from ..planner.fit_config import fit_config
-from ..predict.predictor import WholeModelCheckpointer
 from .command_line import argument_parser, files_read
 from .options import (
     Config,
@@ -105,7 +104,8 @@ class Trainer(MemfitTrainer):
     @classmethod
     def load_weights(cls, cfg: CfgNode, model: nn.Module, resume: bool) -> None:
         """Load the weights to evaluate: the last checkpoint, or MODEL.WEIGHTS."""
-        checkpointer = WholeModelCheckpointer(model, cfg.OUTPUT_DIR)
+        checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+        checkpointer.needs_all = True
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
 
 
