@@ -151,5 +151,5 @@ def keypoint_names(coco: dict[str, Any]) -> list[str]:
         )
     if lists:
         return list(lists[0])
-    keypoints = next((a["keypoints"] for a in coco["annotations"] if a.get("keypoints")), [])
+    keypoints: Any = next((a["keypoints"] for a in coco["annotations"] if a.get("keypoints")), [])
     return [str(i) for i in range(len(keypoints) // 3)]
