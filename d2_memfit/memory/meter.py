@@ -173,11 +173,7 @@ class OwnerMeter(TensorMeter):
         if self._optimizer is not None:
             self._own_states(self._optimizer)
             self._hooks.append(self._optimizer.register_step_post_hook(self._own_states))
-        self._own_others()
         return super().__enter__()
-
-    def _own_others(self) -> None:
-        """Assign more tensors from before to owners."""
 
     def __exit__(self, *error: Any) -> None:
         while self._hooks:

@@ -4,14 +4,14 @@
 Fake tensors have sizes, but their values do not matter and are not computed.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..compat.pytorch import tree_map
 from ..memory import storages
 
-__all__ = ["is_fake", "make_fake", "make_real", "mapped", "on_meta"]
+__all__ = ["is_fake", "make_fake", "make_real", "on_meta"]
 
 _MOST_ANSWERS = 50_000  # some 60 MB
 
@@ -58,15 +58,8 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _ask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*mapped(_to_meta, args), **{k: mapped(_to_meta, v) for k, v in kwargs.items()})
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """``function`` of a value, or of each one in nested lists and tuples."""
-    if isinstance(value, (list, tuple)):
-        of_each = [mapped(function, v) for v in value]
-        return of_each if isinstance(value, list) else tuple(of_each)
-    return function(value)
+    args, kwargs = tree_map(_to_meta, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _signature(value: Any) -> Any:

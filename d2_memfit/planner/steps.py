@@ -20,16 +20,15 @@ from ..job import Job, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
 from ..techniques.registry import TIERS, get_technique, ready_to_evaluate
 from .compiled_operators import compiled_operators
-from .dry_run import DryRun, WithoutValues, noted_calls
+from .dry_run import DryRun, noted_calls
 from .matching import fast_matching
 from .meta import make_fake
 from .stand_ins import casts_of_cuda, cuda_as_cpu
 from .timeline import Timeline
+from .values import LARGE_BYTES, WithoutValues
 from .worst_outputs import detect_most, worst_case
 
 __all__ = ["Session", "build_with_values", "infer", "that_work"]
-
-_LARGE_BYTES = 2**20  # larger images are made fake
 
 
 class Session:
@@ -124,7 +123,7 @@ class Session:
         inputs = tensors_of(micro_batches)
         with self._started(stand_ins), self._run as run, fast_matching(self.model):
             run.phase = "setup"
-            make_fake([t for t in inputs if t.nbytes >= _LARGE_BYTES and is_image(t)])
+            make_fake([t for t in inputs if t.nbytes >= LARGE_BYTES and is_image(t)])
             run.own("inputs", inputs)
             try:
                 yield run
