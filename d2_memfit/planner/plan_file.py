@@ -59,14 +59,8 @@ def keys_as_yaml(job: Job, plan: Plan) -> str:
         return ""
     if isinstance(job.parts, LazyParts):
         return yaml.safe_dump(overrides_of(plan.settings), sort_keys=False)
-    keys: dict[str, Any] = {}
-    for name, value in plan.settings.items():
-        *nodes, key = name.split(".")
-        node = keys
-        for parent in nodes:
-            node = node.setdefault(parent, {})
-        node[key] = value
-    return yaml.safe_dump(keys, sort_keys=False)
+    cfg = with_settings(job.cfg, plan.settings)
+    return CfgNode(_differences(cfg, cfg, {*plan.settings})).dump()
 
 
 def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictConfig]:

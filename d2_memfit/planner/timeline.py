@@ -2,6 +2,7 @@
 """The timeline of a job's allocations and frees."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Optional, Union
 
@@ -106,7 +107,7 @@ class BlockCall:
     outputs: set[Allocation]
 
 
-@dataclass
+@dataclass(eq=False)
 class Timeline:
     """The events of a dry run.
 
@@ -129,9 +130,7 @@ class Timeline:
 
     def left(self) -> list[Event]:
         """The allocations that are not freed."""
-        gone = {event.allocation for event in self.events if isinstance(event, Free)}
-        made = (event for event in self.events if isinstance(event, Allocate))
-        return [event for event in made if event.allocation not in gone]
+        return [*_left(self.events)]
 
     def more_with_other_algorithms(self) -> int:
         """What the peak of tensors and workspaces grows by, if each workspace is its largest."""
@@ -155,10 +154,14 @@ class Timeline:
     def alive_at_peak(self) -> set[Allocation]:
         changes = self.changes()
         end = int(np.cumsum([0, *(change.num_bytes for change in changes)]).argmax())
-        until_then = changes[:end]
-        gone = {event.allocation for event in until_then if isinstance(event, Free)}
-        return {event.allocation for event in until_then} - gone
+        return {event.allocation for event in _left(changes[:end])}
 
     def changes(self) -> list[Change]:
         """Allocations and frees."""
         return [event for event in self.events if not isinstance(event, Workspace)]
+
+
+def _left(events: Sequence[Event]) -> Iterator[Allocate]:
+    gone = {event.allocation for event in events if isinstance(event, Free)}
+    made = (event for event in events if isinstance(event, Allocate))
+    return (event for event in made if event.allocation not in gone)

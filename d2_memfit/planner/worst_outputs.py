@@ -15,7 +15,7 @@ from ..job import boxes_anywhere
 
 __all__ = ["detect_most", "parts_with_roi_heads", "worst_case"]
 
-Note = Callable[[str], None]
+Note = Callable[[str], Any]
 _Size = tuple[int, int]  # height and width in pixels
 
 _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
@@ -42,7 +42,7 @@ def worst_case(model: nn.Module, note: Note) -> Iterator[None]:
             hook.remove()
 
 
-def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) -> None:
+def detect_most(model: nn.Module, batch: Any, note: Note = str) -> None:
     """Run a model in evaluation so that it detects the most objects possible.
 
     Detections of Detectron2's ``fast_rcnn_inference`` are as many as the config allows, each as
@@ -169,13 +169,9 @@ def _most_detections(
 ) -> tuple[list[Instances], list[torch.Tensor]]:
     results, kept = [], []
     for scores_of_image, size in zip(scores, image_shapes):
-        num = len(scores_of_image)
-        num = num if topk_per_image < 0 else min(topk_per_image, num)
-        result = Instances(size)
-        whole = scores_of_image.new_tensor([0.0, 0.0, size[1], size[0]])
-        result.pred_boxes = Boxes(whole.repeat(num, 1))
-        result.scores = scores_of_image[:num, 0]
-        result.pred_classes = torch.zeros(num, dtype=torch.int64, device=whole.device)
-        results.append(result)
-        kept.append(torch.arange(num, device=whole.device))
+        best = scores_of_image[: topk_per_image if topk_per_image >= 0 else None, 0]
+        boxes = Boxes(best.new_tensor([0.0, 0.0, size[1], size[0]]).repeat(len(best), 1))
+        classes = torch.zeros(len(best), dtype=torch.int64, device=best.device)
+        results.append(Instances(size, pred_boxes=boxes, scores=best, pred_classes=classes))
+        kept.append(torch.arange(len(best), device=best.device))
     return results, kept
