@@ -2,9 +2,6 @@
 """Dry runs: the timeline of a model's operators, with owners and modules, without values."""
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -17,7 +14,7 @@ from .meta import make_fake
 from .timeline import Allocate, Allocation, BlockCall, Free, Timeline, Workspace
 from .values import LARGE_BYTES, PRODUCTS, moves_nothing, run_operator
 
-__all__ = ["DryRun", "noted_calls"]
+__all__ = ["DryRun"]
 
 _Args = tuple[Any, ...]  # arguments of an operator
 _Tensors = list[torch.Tensor]
@@ -46,16 +43,19 @@ class DryRun(OwnerMeter):
         self.phase = "setup"
         self.timeline = Timeline()
         self._allocations: dict[int, Allocation] = {}  # by the address of a storage
-        self._modules: list[str] = []  # modules whose forwards run, the innermost last
+        # Modules whose forwards run, the innermost last, with events and operations before them.
+        self._modules: list[tuple[str, int, int]] = []
+        self._blocks: set[str] = set()
         self._module_of_node: dict[int, str] = {}  # by its number
 
     def __enter__(self) -> "DryRun":
         super().__enter__()
+        self._blocks = {*find_blocks(self._model)}
         for name, p in self._model.named_parameters():
             self._describe(name, "", p)
         return self
 
-    def allocations_of(self, tensors: Any) -> set[Allocation]:
+    def _allocations_of(self, tensors: Any) -> set[Allocation]:
         """The recorded allocations of tensors, in any containers."""
         addresses = {storage_id(storage) for storage in storages(tensors)}
         return {self._allocations[a] for a in addresses if a in self._allocations}
@@ -65,7 +65,7 @@ class DryRun(OwnerMeter):
     ) -> Any:
         if self._modules:  # the last node belongs to this operator
             last = next_autograd_node_number() - 1
-            self._module_of_node.setdefault(last, self._modules[-1])
+            self._module_of_node.setdefault(last, self._modules[-1][0])
         num_events = len(self.timeline.events)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.timeline.events) > num_events:
@@ -78,13 +78,7 @@ class DryRun(OwnerMeter):
         return run_operator(func, args, kwargs, given)
 
     def _note(
-        self,
-        func: Any,
-        args: _Args,
-        kwargs: dict[str, Any],
-        result: Any,
-        given: _Tensors,
-        made: _Tensors,
+        self, func: Any, args: _Args, kwargs: Any, result: Any, given: Any, made: _Tensors
     ) -> None:
         if is_on_host():
             if self.phase == "forward" and not moves_nothing(func):
@@ -153,18 +147,24 @@ class DryRun(OwnerMeter):
 
     def _current_module(self) -> str:
         if self._modules:
-            return self._modules[-1]
+            return self._modules[-1][0]
         number = autograd_node_number()
         return "" if number is None else self._module_of_node.get(number, "")
 
     def _enter_module(self, name: str) -> None:
         super()._enter_module(name)
-        self._modules.append(name)
+        self._modules.append((name, len(self.timeline.events), self.timeline.flops["forward"]))
 
-    def _leave_module(self) -> None:
-        super()._leave_module()
-        if self._modules:
-            self._modules.pop()
+    def _leave_module(self, output: Any) -> None:
+        """Record the call of a block, unless a backward computes it again."""
+        super()._leave_module(output)
+        if not self._modules:
+            return
+        (name, begin, flops), end = self._modules.pop(), len(self.timeline.events)
+        if name in self._blocks and self.phase == "forward" and torch.is_grad_enabled():
+            flops = self.timeline.flops["forward"] - flops
+            outputs = self._allocations_of(output)
+            self.timeline.calls.append(BlockCall(name, begin, end, flops, outputs))
 
     def _describe(self, module: str, operator: str, tensor: Any) -> None:
         """Name an allocation, unless its module is known."""
@@ -173,36 +173,6 @@ class DryRun(OwnerMeter):
             if allocation is not None and not allocation.module:
                 allocation.dtype, allocation.shape = tensor.dtype, tuple(tensor.shape)
                 allocation.module, allocation.operator = module, operator
-
-
-@contextmanager
-def noted_calls(model: nn.Module, run: DryRun) -> Iterator[None]:
-    """While open, record in the timeline the calls of blocks for which autograd saves tensors.
-
-    Calls in a backward, which recompute a block, are not recorded.
-    """
-    begun: list[tuple[int, int]] = []
-
-    def begin(*_: Any) -> None:
-        begun.append((len(run.timeline.events), run.timeline.flops["forward"]))
-
-    def end(name: str, module: Any, args: Any, result: Any) -> None:
-        position, flops = begun.pop()
-        if run.phase == "forward" and torch.is_grad_enabled():
-            flops, num_events = run.timeline.flops["forward"] - flops, len(run.timeline.events)
-            outputs = run.allocations_of(result)
-            run.timeline.calls.append(BlockCall(name, position, num_events, flops, outputs))
-
-    handles: list[Any] = []
-    for name in find_blocks(model):
-        block = model.get_submodule(name)
-        handles.append(block.register_forward_pre_hook(begin))
-        handles.append(block.register_forward_hook(partial(end, name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def workspace_bytes(

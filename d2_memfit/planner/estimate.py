@@ -282,7 +282,9 @@ class DryJob(DryRuns):
                 least *= smallest / largest
         of_software = device.margin[0] * worst
         most, less, algorithms = [of_software], [of_software], 0.0
-        if of_heads := _bytes_of_heads(timeline):
+        at_peak = timeline.alive_at_peak()
+        heads = (a for a in at_peak if "mask_head" in a.module or "keypoint_head" in a.module)
+        if of_heads := sum(a.num_bytes for a in heads):  # they run on proposals on objects
             wider.append("few proposals may be on objects")
             less.append(least * _FEW_PROPOSALS * scale * of_heads / worst)
         has_roi_heads = bool(parts_with_roi_heads(self.session.model))
@@ -323,15 +325,6 @@ def _peak_with_pixels(timeline: Timeline, share: float) -> float:
             live += event.num_bytes * (share**2 if is_of_pairs else share)
             peak = max(peak, live)
     return peak
-
-
-def _bytes_of_heads(timeline: Timeline) -> int:
-    """Bytes at the peak of heads that run on the proposals on objects alone."""
-    return sum(
-        a.num_bytes
-        for a in timeline.alive_at_peak()
-        if "mask_head" in a.module or "keypoint_head" in a.module
-    )
 
 
 def estimate_memory(

@@ -150,8 +150,8 @@ class Ladder:
         names = [t.name for t in TECHNIQUES if self._is_usable(t.name)]
         with one_line_errors():
             works = {*that_work(self._start.job, names)}
-        names = [name for name in names if name in works]
-        return {tier: [n for n in names if get_technique(n).tier == tier] for tier in TIERS}
+        found = [t for t in TECHNIQUES if t.name in works]
+        return {tier: [t.name for t in found if t.tier == tier] for tier in TIERS}
 
     def _fits_with_all(self, lead: tuple[str, ...]) -> bool:
         return self._fits(self._levels(lead)[-1])

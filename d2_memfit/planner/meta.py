@@ -21,10 +21,6 @@ _empty_strided = torch.empty_strided  # cuda_as_cpu would replace it, which take
 _answers: dict[Any, Any] = {}
 
 
-class _Refusal(str):
-    """The error message of a meta kernel that cannot answer."""
-
-
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on meta tensors, for sizes, strides and dtypes without values.
 
@@ -47,13 +43,12 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             answer = _ask(func, args, kwargs)
         except RuntimeError as e:
-            answer = _Refusal(str(e))  # the error itself has frames, which keep tensors alive
+            answer = RuntimeError(str(e))  # the error itself has frames, which keep tensors alive
         if len(_answers) >= _MOST_ANSWERS:
             _answers.clear()
         _answers[key] = answer
-    if isinstance(answer, _Refusal):
-        text = str(answer)
-        raise RuntimeError(text)
+    if isinstance(answer, RuntimeError):
+        raise RuntimeError(*answer.args)
     return answer
 
 

@@ -101,8 +101,7 @@ class DryRuns:
         if self._like is not None:
             return self._like.evaluation
         self.progress("Dry run: evaluation")
-        batches = self.job.batches
-        with one_line_errors(lambda: batches.evaluation_assumptions, in_evaluation=True):
+        with one_line_errors(lambda: self.job.batches.evaluation_assumptions, in_evaluation=True):
             return self.session.evaluate(self.job.evaluation_batch())
 
     def use(self, num_images: Optional[int] = None) -> DeviceUse:

@@ -22,7 +22,7 @@ from ..job import Job, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
 from ..techniques.registry import TIERS, get_technique, ready_to_evaluate
 from .compiled_operators import compiled_operators
-from .dry_run import DryRun, noted_calls
+from .dry_run import DryRun
 from .matching import fast_matching
 from .meta import make_fake
 from .stand_ins import casts_of_cuda, cuda_as_cpu
@@ -81,7 +81,7 @@ class Session:
         precision = self._job.precision("cpu")
         micro_batches = copy_of(micro_batches)  # a caller's would stay on the device
         casts = casts_of_cuda() if self._like_gpu else ()
-        with self._running(micro_batches, casts) as run, noted_calls(self.model, run):
+        with self._running(micro_batches, casts) as run:
             self.model.train()
             if not accumulates:
                 self.model.zero_grad(set_to_none=True)

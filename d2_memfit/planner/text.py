@@ -12,14 +12,8 @@ from .estimate import MOST_OBJECTS, MemoryEstimate
 from .ladder import PlanStep
 from .plan import Plan
 
-__all__ = [
-    "answer_of_estimate",
-    "answer_of_plan",
-    "describe_estimate",
-    "describe_plan",
-    "describe_settings",
-    "first_of",
-]
+__all__ = ["answer_of_estimate", "answer_of_plan", "describe_estimate", "describe_plan"]
+__all__ += ["describe_settings", "first_of"]
 
 _MOST_STEPS = 3  # lines
 _WIDTH = 100  # of a line about what is assumed
@@ -68,7 +62,10 @@ def answer_of_plan(plan: Plan) -> str:
         if plan.must_allow:
             lines.append(f"It fits if more may change: --allow {','.join(plan.must_allow)}")
     else:
-        how = _gradients(plan.steps) if plan.steps else "without a change"
+        tiers = {step.tier for step in plan.steps}  # the most harmful one tells
+        how = "exact gradients" if tiers else "without a change"
+        how = "other number formats" if "precision" in tiers else how
+        how = "another recipe" if "recipe" in tiers else how
         if plan.steps and (plan.time_factor or 1) > _MUCH:
             how += f", time x {plan.time_factor:.2f}"
         fits = f"Fits: {_at_least(e)}{e.device_total_gb:.1f} of {plan.budget_gb:.4g} GB"
@@ -150,14 +147,6 @@ def _unknown(e: MemoryEstimate) -> list[str]:
     """At most two lines, about what is not known and what is assumed in its place."""
     named = (("At least", e.at_least), ("Assumed", e.assumptions))
     return [f"{what}: {first_of(lines)}" for what, lines in named if lines]
-
-
-def _gradients(steps: Sequence[PlanStep]) -> str:
-    """What happens to the gradients, in the words of the most harmful step."""
-    tiers = {step.tier for step in steps}
-    if "recipe" in tiers:
-        return "another recipe"
-    return "other number formats" if "precision" in tiers else "exact gradients"
 
 
 def _changes(steps: Sequence[PlanStep]) -> list[str]:

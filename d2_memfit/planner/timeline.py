@@ -9,16 +9,7 @@ from typing import Optional, Union
 import numpy as np
 import torch
 
-__all__ = [
-    "Allocate",
-    "Allocation",
-    "BlockCall",
-    "Change",
-    "Event",
-    "Free",
-    "Timeline",
-    "Workspace",
-]
+__all__ = ["Allocate", "Allocation", "BlockCall", "Change", "Free", "Timeline", "Workspace"]
 
 
 @dataclass(eq=False)
@@ -65,11 +56,6 @@ class Workspace:
 @dataclass(frozen=True)
 class _Change:
     allocation: Allocation
-
-    @property
-    def phase(self) -> str:
-        """Phase of the allocation, also when it is freed later."""
-        return self.allocation.phase
 
 
 class Allocate(_Change):

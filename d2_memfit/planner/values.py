@@ -87,8 +87,7 @@ def run_operator(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> An
         filled = on_meta(func, args, {**kwargs, "device": torch.device("meta")})
         is_real = filled.nbytes < LARGE_BYTES or not filled.is_floating_point()
         return func(*args, **kwargs) if is_real else _from_meta(filled)
-    is_needed = not _makes_much(func, args, kwargs) and not _multiplies_gradients(func)
-    if is_needed and not is_fake(given) and not _makes_predictions(func, args, kwargs, given):
+    if _is_needed(func, args, kwargs, given):
         return func(*args, **kwargs)
     try:
         return _without_computing(func, args, kwargs)
@@ -101,24 +100,29 @@ def run_operator(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> An
         return func(*args, **kwargs)
 
 
-def _makes_much(func: Any, args: _Args, kwargs: _Kwargs) -> bool:
-    """Whether an operator makes a large result from labels, whose values do not matter."""
+def _is_needed(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> bool:
+    """Whether an operator has results whose values may matter.
+
+    Those of large predictions and gradients do not, nor those of large targets of a loss, and no
+    size depends on the products in a backward.
+    """
+    operator, in_backward = func.overloadpacket, autograd_node_number() is not None
+    is_product = operator in PRODUCTS or func is aten.convolution_backward.default
+    if is_fake(given) or (in_backward and (is_product or "attention" in operator.__name__)):
+        return False
+    if operator in _UPSAMPLING and not args[0].is_meta:
+        return False
     if func is aten._to_copy.default:
         dtype = kwargs.get("dtype") or args[0].dtype
-        num_bytes = args[0].numel() * dtype.itemsize
         is_target = dtype.is_floating_point and not args[0].is_floating_point()
-        return is_target and num_bytes >= _DENSE_BYTES
-    if func in _GATHERING and tensors_in(args[0])[0].dtype is torch.bool:
-        return _most_bytes(func, args, kwargs) >= _DENSE_BYTES
-    return func.overloadpacket in _UPSAMPLING and not args[0].is_meta
-
-
-def _makes_predictions(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> bool:
-    """Whether an operator makes large predictions or gradients, whose values do not matter."""
-    has_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-    if not has_gradient and autograd_node_number() is None:
+        if is_target and args[0].numel() * dtype.itemsize >= _DENSE_BYTES:
+            return False
+    gathers = func in _GATHERING and tensors_in(args[0])[0].dtype is torch.bool
+    if gathers and _most_bytes(func, args, kwargs) >= _DENSE_BYTES:
         return False
-    return _most_bytes(func, args, kwargs, is_float=True) >= LARGE_BYTES
+    if not in_backward and not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+        return True
+    return _most_bytes(func, args, kwargs, is_float=True) < LARGE_BYTES
 
 
 def _most_bytes(func: Any, args: _Args, kwargs: _Kwargs, is_float: bool = False) -> int:
@@ -128,14 +132,6 @@ def _most_bytes(func: Any, args: _Args, kwargs: _Kwargs, is_float: bool = False)
     except RuntimeError:
         return 0
     return max((t.nbytes for t in made if not is_float or t.is_floating_point()), default=0)
-
-
-def _multiplies_gradients(func: Any) -> bool:
-    """Whether an operator is a matrix product in a backward, where no size depends on values."""
-    operator = func.overloadpacket
-    is_product = operator in PRODUCTS or func is aten.convolution_backward.default
-    is_product = is_product or "attention" in operator.__name__
-    return is_product and autograd_node_number() is not None
 
 
 def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
@@ -148,8 +144,9 @@ def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
         args = (args[0], _without_masks(args[1]))
     # As of zeros: criteria assert that no box has its right side left of its left one.
     is_true = func in _TRUE_OF_ZEROS or func.overloadpacket is aten.all
-    fill = int(is_true or _asks_if_finite(func, args))
-    result = _from_meta(on_meta(func, args, kwargs), fill)
+    is_true = is_true or (func is aten.eq.Tensor and args[0] is args[1])  # isfinite: x == x
+    is_true = is_true or (func is aten.ne.Scalar and args[1] == math.inf)  # and x.abs() != inf
+    result = _from_meta(on_meta(func, args, kwargs), int(is_true))
     if func in _BIASES:
         _add_bias(func, args, result)
     # Small weights in 16 bits are still weights.
@@ -166,13 +163,6 @@ def _add_bias(func: Any, args: _Args, result: Any) -> None:
     if bias is not None and bias.dim() == 1 and not is_fake((bias, y)):
         y.movedim(dim, -1).copy_(bias)
         y.sub_((torch.arange(y.numel()) * _STEP).view(y.shape))  # in 16 bits alone it would be inf
-
-
-def _asks_if_finite(func: Any, args: _Args) -> bool:
-    """Whether an operator is part of ``isfinite``: ``x == x`` or ``x.abs() != inf``."""
-    if func is aten.eq.Tensor:
-        return args[0] is args[1]
-    return func is aten.ne.Scalar and args[1] == math.inf
 
 
 def _changed_arguments(func: Any, args: _Args, kwargs: _Kwargs) -> _Tensors:
