@@ -5,7 +5,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Optional
 
-from ..common.units import MB
+from ..common import MB
 
 __all__ = ["Block", "CachingAllocator", "PageAllocator"]
 

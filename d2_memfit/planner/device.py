@@ -8,8 +8,8 @@ from typing import Any, Optional
 
 import torch
 
+from ..common import GB, MB
 from ..common.checks import check_device, did_you_mean
-from ..common.units import GB, MB
 from ..config.cards import CARDS, find_card
 from ..errors import ConfigError
 from ..memory import process_memory, take_library_buffers

@@ -10,8 +10,8 @@ from typing import Optional
 
 import torch
 
-from ..common.reading import Name
-from ..common.units import GB, MB
+from ..common import GB, MB
+from ..common.files import Name
 from ..config.cards import find_card
 from ..errors import ConfigError
 from ..job import Job

@@ -17,7 +17,7 @@ from detectron2.layers import NaiveSyncBatchNorm
 from omegaconf import DictConfig
 from torch import nn
 
-from ..common.units import GB
+from ..common import GB
 from ..compat.pytorch import BatchNorm, has_kernels_for_bfloat16
 from ..config.cards import why_no_card_has
 from ..errors import ConfigError, MemfitError
