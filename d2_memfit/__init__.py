@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from .environment import missing
+from .common.startup import missing
 
 if TYPE_CHECKING:
     from .config import model_zoo

@@ -6,9 +6,7 @@ import io
 import sys
 
 from .cli.command_line import command_parser
-from .common.library_warnings import ignore_warnings_of_libraries
-from .common.without_dynamo import import_dynamo_later
-from .environment import missing
+from .common.startup import ignore_warnings_of_libraries, import_dynamo_later, missing
 
 
 def main() -> None:

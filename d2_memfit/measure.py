@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from detectron2.utils.events import EventStorage
 
+from .common import GB
 from .common.files import check_outputs
-from .common.units import GB
 from .compat.pytorch import clear_cublas_workspaces
 from .config.load import load_cfg, with_settings
 from .config.settings import RecoveryOptions

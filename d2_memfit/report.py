@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
+from .common import GB
 from .common.files import output_file
-from .common.units import GB
 from .planner.timeline import Allocate, Allocation, Change
 
 __all__ = ["write_page"]

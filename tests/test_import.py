@@ -60,7 +60,7 @@ def test_pytorch_that_is_too_old_is_one_clear_error(tmp_path):
 
 def test_setuptools_can_be_imported_after_all_that_the_package_looks_for():
     """Detectron2 does, by PyTorch's cpp_extension."""
-    code = "import d2_memfit.environment as e; e.missing(); import setuptools"
+    code = "import d2_memfit.common.startup as e; e.missing(); import setuptools"
     run = run_process([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT)
     assert run.returncode == 0, run.stderr
 

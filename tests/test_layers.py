@@ -9,7 +9,7 @@ PACKAGE = ROOT / "d2_memfit"
 # From the top down: a room imports only from rooms below it.
 ROOMS = (
     *("cli", "measure", "doctor", "testing", "predict", "explain", "report", "planner", "engine"),
-    *("job", "config", "techniques", "data", "memory", "common", "compat", "errors", "environment"),
+    *("job", "config", "techniques", "data", "memory", "common", "compat", "errors"),
 )
 MOST_ARROWS = 90
 

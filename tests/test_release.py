@@ -48,4 +48,4 @@ def test_continuous_integration_has_the_oldest_and_the_newest_of_all():
     newest = re.search(r"^torch==([\d.]+)", read("requirements/dev.txt"), re.MULTILINE)[1]
     torches = {job["torch"] for job in suite}
     assert {newest, f"{oldest}.0"} <= torches
-    assert f"({', '.join(oldest.split('.'))})" in read("d2_memfit/environment.py")
+    assert f"({', '.join(oldest.split('.'))})" in read("d2_memfit/common/startup.py")

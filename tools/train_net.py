@@ -6,7 +6,7 @@ tools/train_net.py --config-file FILE [--num-gpus N] [--resume] [--eval-only] [K
 torchrun --nproc-per-node N tools/train_net.py --config-file FILE
 """
 
-from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.startup import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 

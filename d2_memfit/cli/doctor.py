@@ -9,8 +9,8 @@ from typing import Any
 from ..doctor.examination import answer_of_findings, examine
 from ..job import Job
 from .options import job_of, load_config, trainer_of
-from .plan import next_plan, with_notes
-from .screen import put_together, show, show_progress
+from .plan import give_answer, next_plan
+from .screen import show_progress
 
 __all__ = ["doctor"]
 
@@ -22,9 +22,8 @@ def doctor(args: argparse.Namespace) -> None:
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     findings = [*examine(job, trainer, remake, lambda what: show_progress(f"Checking: {what}"))]
     is_well = all(finding.is_well is not False for finding in findings)
-    lines = "\n".join(map(str, findings))
-    answer, details = with_notes(args, answer_of_findings(findings), lines)
-    show(put_together(args, answer, details, next_plan(args) if is_well else ""))
+    details, next_step = "\n".join(map(str, findings)), next_plan(args) if is_well else ""
+    give_answer(args, findings, answer_of_findings(findings), details, next_step)
     if not is_well:
         sys.exit(_UNWELL)
 

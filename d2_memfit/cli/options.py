@@ -4,6 +4,7 @@
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,11 +26,14 @@ from ..data.settings import Setting, fit_to_data, goes_with_data
 from ..errors import ConfigError
 from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
-__all__ = ["Config", "check_lazy_options", "find_function", "is_lazy", "job_of", "load_config"]
-__all__ += ["load_lazy", "opts_of_budget", "opts_of_fit", "opts_of_settings", "project_functions"]
-__all__ += ["trainer_of", "with_data", "with_opts"]
+__all__ = ["Config", "budget_keys", "check_lazy_options", "find_function", "is_lazy", "job_of"]
+__all__ += ["load_config", "load_lazy", "opts_of_budget", "opts_of_fit", "opts_of_settings"]
+__all__ += ["project_functions", "trainer_of", "with_data", "with_opts"]
 
 Config = Union[CfgNode, DictConfig]
+
+_BUDGET = re.compile(r"\+?(train\.)?memfit\.(budget_gb|preset)\b", re.IGNORECASE)
+_ADDS_KEYS = re.compile(r"add_\w*config")  # as projects name such a function
 
 
 def is_lazy(config_file: str) -> bool:
@@ -49,10 +53,12 @@ def load_config(args: argparse.Namespace, more: Sequence[str] = ()) -> Config:
     Args:
         more: KEY VALUE pairs of the command, before the user's.
     """
-    args.notes, add_keys = [], project_functions(args)
+    args.notes = []
+    if is_lazy(args.config_file):
+        check_lazy_options(args)
+    add_keys = project_functions(args)
     if is_lazy(args.config_file):
         return load_lazy(args, more)
-    trainer_of(args)  # importing it also registers what the config names
     opts = [*opts_of_budget(args), *more, *args.opts]
     recipe = load_cfg(args.config_file, (), add_keys, opts)
     check = partial(check_settings, trains=bool(args.coco))  # the job checks the rest
@@ -63,10 +69,18 @@ def load_config(args: argparse.Namespace, more: Sequence[str] = ()) -> Config:
 
 
 def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
-    """The functions of ``--project``. Its folders are where their modules are looked for."""
+    """The functions that add a project's keys: of ``--project``, or in the file of ``--trainer``.
+
+    The folders of ``--project`` are where their modules are looked for. The trainer is imported,
+    which also registers what the config names.
+    """
     folders = [name for name in args.project if os.path.isdir(name)]
     sys.path[:0] = [name for name in folders if name not in sys.path]
-    return [find_function(name, "--project") for name in args.project if name not in folders]
+    given = [find_function(name, "--project") for name in args.project if name not in folders]
+    if not trainer_of(args) or given:
+        return given
+    names = vars(sys.modules[args.trainer.partition(":")[0]])
+    return [value for name, value in names.items() if _ADDS_KEYS.fullmatch(name)]
 
 
 def check_lazy_options(args: argparse.Namespace, *others: str) -> None:
@@ -129,20 +143,28 @@ def job_of(args: argparse.Namespace, cfg: Config) -> Job:
 
 
 def opts_of_budget(args: argparse.Namespace) -> list[str]:
-    """KEY VALUE pairs for ``--card`` and ``--budget``, which the user's own pairs overrule.
+    """KEY VALUE pairs for ``--card`` and ``--budget``.
 
     Raises:
-        ConfigError: there is no such card, or both are given.
+        ConfigError: there is no such card, or the budget is given in two ways.
     """
     budget = getattr(args, "budget", None)
-    if args.card is not None and budget is not None:
-        raise ConfigError(f"--card {args.card} and --budget {budget}: give only one")
+    options = {"--card": args.card, "--budget": budget}
+    given = [f"{name} {value}" for name, value in options.items() if value is not None]
+    given += budget_keys(args.opts) if given else []
+    if given[1:]:
+        raise ConfigError(f"{' and '.join(given)}: give only one")
     if args.card is not None:
         return [str(part) for setting in settings_of_card(args.card).items() for part in setting]
     if budget is None:
         return []
     on_cpu = budget == "auto" and getattr(args, "device", None) == "cpu"
     return ["MEMFIT.BUDGET_GB", str(budget), *(["MODEL.DEVICE", "cpu"] if on_cpu else [])]
+
+
+def budget_keys(opts: Sequence[str]) -> list[str]:
+    """Those of a user's pairs, or of a LazyConfig's overrides, that set a budget."""
+    return [word for word in opts if _BUDGET.match(word)]
 
 
 def opts_of_fit(cfg: CfgNode, eval_only: bool) -> dict[str, str]:

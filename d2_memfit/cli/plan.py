@@ -3,7 +3,6 @@
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
@@ -27,14 +26,13 @@ from ..planner.text import (
 )
 from ..predict.estimate import estimate_inference
 from ..report import write_page
-from .options import Config, is_lazy, job_of, load_config
+from .options import Config, budget_keys, is_lazy, job_of, load_config
 from .screen import next_step, put_together, say, show, show_progress
 
 __all__ = ["DOES_NOT_FIT", "check_plan_file", "estimate", "give_answer", "next_plan", "next_train"]
-__all__ += ["plan", "with_notes", "write_plan"]
+__all__ += ["plan", "write_plan"]
 
 DOES_NOT_FIT = 3  # exit status
-_BUDGET = re.compile(r"\+?(train\.)?memfit\.(budget_gb|preset)\b", re.IGNORECASE)
 
 
 def estimate(args: argparse.Namespace) -> None:
@@ -122,17 +120,19 @@ def give_answer(
     steps: Callable[[], Mapping[str, Iterable[Any]]] = dict,
     limit_gb: Optional[float] = None,
 ) -> None:
-    """Print the result of estimate, plan or explain, as text or JSON, and write its page.
+    """Print the result of a command, as text or JSON, with its notes, and write its page.
 
     Args:
         result: a dataclass, for ``--json``.
         keys, steps, limit_gb: of the page, as for :func:`~d2_memfit.report.write_page`.
     """
-    answer, details = with_notes(args, answer, details)
-    if args.html is not None:
+    if args.notes:  # one for the answer, and all of them for the details
+        answer += f"\n{first_of(args.notes, 200)}"
+        details = "\n".join([*args.notes, "", details])
+    if getattr(args, "html", None) is not None:
         texts = {"Answer": answer, "Keys": keys, "Next": next_step, "Details": details}
         write_page(args.html, f"d2-memfit {args.command}", texts, steps(), limit_gb)
-    if args.json:
+    if getattr(args, "json", False):
         for note in args.notes:
             say(note)
         show(json.dumps(asdict(result), indent=2))
@@ -143,7 +143,7 @@ def give_answer(
 def next_plan(args: argparse.Namespace, **values: Any) -> str:
     """The line that plans for the job of a command, by default for its card, or for 6 GB."""
     device = str(getattr(args, "device", None))
-    if not (args.card or getattr(args, "budget", None)):
+    if not (args.card or getattr(args, "budget", None) or budget_keys(args.opts)):
         values = {"card": device if find_card(device) else "6GB", **values}
     file = "plan.py" if is_lazy(args.config_file) else "plan.yaml"
     return next_step("plan, and write the plan to a file", "plan", args, output=file, **values)
@@ -166,7 +166,7 @@ def _next_step(args: argparse.Namespace, plan: Plan) -> str:
         return next_plan(args, allow=",".join(plan.must_allow))
     size = 1 if is_lazy(args.config_file) else 2
     pairs = [args.opts[i : i + size] for i in range(0, len(args.opts), size)]
-    opts = [word for pair in pairs if not _BUDGET.match(pair[0]) for word in pair]
+    opts = [word for pair in pairs if not budget_keys(pair[:1]) for word in pair]
     return next_plan(args, card=None, budget=plan.smallest_budget_gb, opts=opts)
 
 
@@ -178,14 +178,6 @@ def check_plan_file(config_file: Optional[str], output: Optional[Path]) -> None:
             f"--output {output}: the plan of {config_file or 'a yaml config'} is a {suffix} file, "
             f"use {output.with_suffix(suffix)}"
         )
-
-
-def with_notes(args: argparse.Namespace, answer: str, details: str) -> tuple[str, str]:
-    """Add the lines about the config: one for the answer, and all of them for the details."""
-    if not args.notes:
-        return answer, details
-    lines = [*args.notes, "", details]
-    return "\n".join([answer, first_of(args.notes, 200)]), "\n".join(lines)
 
 
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:

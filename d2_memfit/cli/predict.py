@@ -11,9 +11,9 @@ from typing import Any, Optional, Union
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from omegaconf import DictConfig
 
+from ..common import GB
 from ..common.checks import Check, fits, usable_device, whole
 from ..common.files import check_outputs
-from ..common.units import GB
 from ..data.coco_file import CocoFile, check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import check_classes

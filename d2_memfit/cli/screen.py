@@ -19,7 +19,7 @@ from detectron2.utils.logger import setup_logger
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from ..common.units import GB
+from ..common import GB
 from ..errors import printable
 from ..memory import device_memory
 from .command_line import OPTIONS_OF, default_of

@@ -1,2 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""Small tools of all packages. Import the module that has what you need."""
+"""Small tools of all rooms, and units of memory in bytes."""
+
+MB = 2**20
+GB = 2**30

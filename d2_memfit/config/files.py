@@ -22,9 +22,8 @@ import yaml
 from detectron2.config import CfgNode
 
 from ..common.checks import did_you_mean, suggestion
-from ..common.files import is_file
+from ..common.files import SafeLoader, is_file
 from ..common.patching import replaced_functions
-from ..common.reading import SafeLoader
 from ..errors import ConfigError
 from .keys import keys_of
 

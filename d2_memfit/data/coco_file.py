@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from ..common.reading import load_json
+from ..common.files import load_json
 from ..errors import DataError
 from .faults import Summary, check, look_at_annotations, look_at_images
 

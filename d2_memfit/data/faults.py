@@ -14,7 +14,7 @@ from detectron2.structures import BoxMode
 from PIL import Image
 
 from ..common.checks import fits, value_of
-from ..common.reading import checked
+from ..common.files import checked
 from ..errors import DataError, printable
 from .classes import class_keys, names_in
 

@@ -14,9 +14,8 @@ from detectron2.evaluation import COCOEvaluator
 from detectron2.utils.logger import log_first_n
 
 from ..common.checks import did_you_mean
-from ..common.files import is_file
+from ..common.files import is_file, load_json
 from ..common.patching import replaced_functions
-from ..common.reading import load_json
 from ..errors import ConfigError, DataError
 from .coco_file import keypoint_names
 

@@ -17,7 +17,7 @@ from ..engine.defaults import MemfitMixin
 from ..engine.loss_check import check_losses
 from ..engine.window import images_of
 from ..errors import ConfigError, MemfitError
-from ..job import Job, readable_loader
+from ..job import Job, capture_loader, statistics_of
 from ..planner.errors import one_line_errors
 from .patient import Patient, Untested, Unwell
 from .runs import Remake, agrees_on_two_ranks, is_plain_by_default, resumes
@@ -193,10 +193,16 @@ def _check_snapshot(patient: Patient) -> None:
 
 
 def _on_dataset(job: Job, check: Callable[[], str]) -> str:
+    why_not = ""
     try:
-        readable_loader(job.parts)
+        loader = capture_loader(job.parts.build_train_loader)
+        if not loader.mappers or statistics_of(loader.names) is None:
+            names = ", ".join(loader.names) or "without a name"
+            why_not = f"the training dataset {names} cannot be read"
     except ConfigError as e:
-        raise Untested(f"not tested: {e}") from e
+        why_not = str(e)
+    if why_not:
+        raise Untested(f"not tested: {why_not}")
     return check()
 
 

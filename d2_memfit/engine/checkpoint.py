@@ -16,8 +16,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.engine import TrainerBase
 
 from .. import compat
-from ..common.files import LEFTOVERS, FolderLock, is_local, whole_file
-from ..common.reading import checked, verify_checksums
+from ..common.files import LEFTOVERS, FolderLock, checked, is_local, verify_checksums, whole_file
 from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 
 from .. import compat, memory
+from ..common import GB, MB
 from ..common.files import is_local
-from ..common.units import GB, MB
 from ..compat.pytorch import dump_memory_snapshot, record_memory_history
 from ..job import Job
 

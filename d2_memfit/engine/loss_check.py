@@ -25,7 +25,7 @@ from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 from tqdm import tqdm
 
-from ..common.random_state import SameDraws
+from ..common.side_work import SameDraws
 from ..common.snapshot import Snapshot, changed_by_forward, state_of, weights_that_may_change
 from ..compat.pytorch import compiled_frames, forget_compiled
 from ..config.settings import NormalizerOptions

@@ -16,7 +16,7 @@ from detectron2.utils.file_io import PathManager
 from torch import nn
 
 from .. import compat
-from ..common.units import GB
+from ..common import GB
 from ..config.settings import RecoveryOptions
 from ..errors import START_HERE, OutOfMemoryError
 from ..memory import device_memory, error_line, is_out_of_memory

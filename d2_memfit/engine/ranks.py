@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import compat
-from ..common.units import MB
+from ..common import MB
 from ..compat.pytorch import has_communication_hooks, take_tensors
 from ..errors import ConfigError, MemfitError
 from .retry import RecoveryReport

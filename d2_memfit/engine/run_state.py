@@ -11,7 +11,7 @@ from detectron2.engine import HookBase, SimpleTrainer
 from detectron2.utils import comm
 
 from .. import compat
-from ..common.random_state import RandomState
+from ..common.side_work import RandomState
 from .batches import ResumableBatches, UnknownLoader
 from .ending import saved_at_end, saved_if_failing
 

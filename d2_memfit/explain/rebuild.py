@@ -14,7 +14,7 @@ from detectron2.data import transforms as T
 from detectron2.engine import DefaultTrainer
 from detectron2.modeling import META_ARCH_REGISTRY
 
-from ..common.reading import SafeLoader
+from ..common.files import SafeLoader
 from ..config.cards import Card, find_card
 from ..config.load import load_cfg
 from ..data.registration import register_coco

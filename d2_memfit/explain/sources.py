@@ -10,7 +10,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, Union, cast
 
-from ..common.reading import checked, load_json
+from ..common.files import checked, load_json
 from ..errors import DataError
 from .records import LoggedRun, clean, read_parts
 

@@ -49,6 +49,7 @@ _INVENTED: dict[str, Any] = {
     "segmentation": [],
     "keypoints": [0] * 51,  # COCO's 17
 }
+_SEGMENT = {"category_id": 0, "iscrowd": 0, "isthing": True, "area": 1.0}
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,6 @@ class Statistics:
     def num_instances(self) -> int:
         """Objects of the most crowded image."""
         return self.instances_per_image[0]
-
-    def num_in_batch(self, index: int) -> int:
-        """Most objects in an image of a batch, next to ``index`` images with at least as many.
-
-        A dataset with fewer images than the batch starts over.
-        """
-        return self.instances_per_image[index % len(self.instances_per_image)]
 
     def with_instances(self, num: int) -> "Statistics":
         """The same datasets with another number of objects in the most crowded image."""
@@ -290,7 +284,7 @@ def dict_of(d: dict[str, Any], size: Size, num: Optional[int] = None) -> dict[st
         own = own or [_INVENTED]
         made["annotations"] = [_moved(own[i % len(own)], box, size) for i, box in enumerate(boxes)]
     if "segments_info" in d and num is not None:
-        made["segments_info"] = _segments(num)
+        made["segments_info"] = [{"id": i + 1, **_SEGMENT} for i in range(num)]
     return made
 
 
@@ -334,11 +328,6 @@ def invented_dict(
         annotation = {**_INVENTED, "keypoints": [0] * 3 * len(names)} if names else _INVENTED
         d["annotations"] = [annotation]
     return dict_of(d, size, num_instances)
-
-
-def _segments(num: int) -> list[dict[str, Any]]:
-    segment = {"category_id": 0, "iscrowd": 0, "isthing": True, "area": 1.0}
-    return [{"id": i + 1, **segment} for i in range(num)]
 
 
 def boxes_anywhere(num: int, size: Size, seed: int = 0) -> Any:

@@ -12,19 +12,8 @@ from torch.nn import functional as F
 
 from ..errors import ConfigError
 
-__all__ = [
-    "GivenBatches",
-    "copy_of",
-    "is_image",
-    "objects_in",
-    "objects_per_image",
-    "padded_area",
-    "resize_image",
-    "resize_to",
-    "size_of",
-    "tensors_of",
-    "with_objects",
-]
+__all__ = ["GivenBatches", "copy_of", "is_image", "objects_in", "objects_per_image"]
+__all__ += ["padded_area", "resize_image", "resize_to", "size_of", "tensors_of", "with_objects"]
 
 _LARGE_BYTES = 2**20  # larger tensors are not read by value in a dry run
 _TARGETS = ("instances", "labels", "class_labels", "boxes")  # fields of an image's objects

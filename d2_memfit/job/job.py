@@ -33,8 +33,6 @@ __all__ = ["Batches", "Job"]
 
 Batches = Union[GivenBatches, MappedBatches]
 
-_WITH_SEM_SEG = ("PanopticFPN", "SemanticSegmentor")
-
 
 @dataclass(frozen=True)
 class BatchGeometry:
@@ -60,13 +58,6 @@ class BatchGeometry:
     @property
     def largest_micro_batch(self) -> int:
         return min(self.micro_batch_size or self.images_per_batch, self.window)
-
-    def micro_batch_sizes(self) -> list[int]:
-        """Number of images of each forward of an iteration, on each rank."""
-        if self.micro_batch_size is None:
-            return [self.images_per_batch] * self.accumulation_steps
-        full, rest = divmod(self.window, self.micro_batch_size)
-        return [self.micro_batch_size] * full + [rest] * (rest > 0)
 
     @property
     def crosses_batches(self) -> bool:
@@ -200,10 +191,9 @@ class Job:
     ) -> "Job":
         """Make the job of a config of either kind; a job is returned as it is."""
         if isinstance(config, Job):
-            if trainer is not None or any(value is not None for value in batch.values()):
-                raise TypeError("a Job has its trainer and its batch already")
-            if ranks not in (None, config.ranks):
-                raise TypeError(f"the Job has {config.ranks} ranks, not {ranks}: make it with them")
+            given = [trainer, *batch.values()]
+            if ranks not in (None, config.ranks) or any(value is not None for value in given):
+                raise TypeError("a Job has its ranks, trainer and batch already: make it with them")
             return config
         if isinstance(config, DictConfig):
             if trainer is not None:
@@ -213,7 +203,7 @@ class Job:
 
     def _describe(self, parts: Parts, settings: Settings, **given: Any) -> None:
         self.settings = settings
-        self.parts = parts.with_cfg(settings.cfg)
+        self.parts = parts.with_cfg(settings.cfg, {})
         self._given = given
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
@@ -227,7 +217,7 @@ class Job:
             job.settings = replace(self.settings, cfg=with_settings(self.cfg, settings))
         except KeyError as e:
             raise ConfigError(f"there is no config key {e.args[0]}") from e
-        job.parts = self.parts.with_settings(settings)
+        job.parts = self.parts.with_cfg(job.cfg, settings)
         same_mapper = all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings)
         if not same_mapper or job.geometry.crosses_batches != self.geometry.crosses_batches:
             vars(job).pop("batches", None)
@@ -303,7 +293,7 @@ class Job:
         says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
         if cfg is None:
             cfg = apply_techniques("config", self.cfg, self.cfg, announce=False)
-        build = checked_loader(self.parts.with_cfg(cfg).build_train_loader, cfg, says_all)
+        build = checked_loader(self.parts.with_cfg(cfg, {}).build_train_loader, cfg, says_all)
         return apply_techniques("loader", build, cfg)()
 
     @cached_property
@@ -319,7 +309,7 @@ class Job:
             self.parts.build_train_loader,
             self.parts.test_loaders(),
             groups_by_aspect=self.cfg.DATALOADER.ASPECT_RATIO_GROUPING,
-            with_labels=self.cfg.MODEL.META_ARCHITECTURE in _WITH_SEM_SEG,
+            with_labels=self.cfg.MODEL.META_ARCHITECTURE in ("PanopticFPN", "SemanticSegmentor"),
             instances=given.pop("num_instances", None),
             **given,
         )

@@ -7,17 +7,11 @@ from contextlib import contextmanager
 from typing import Any, Callable, Optional
 
 from detectron2.config import CfgNode
-from detectron2.data import MetadataCatalog, build, common
+from detectron2.data import MetadataCatalog, common
 from detectron2.utils import comm
 
-from ..common.patching import modules_with, replaced_functions
-from ..data.faults import (
-    check,
-    kinds_of,
-    look_at_annotations,
-    look_at_images,
-    warnings_about,
-)
+from ..common.patching import modules_with, replaced_together
+from ..data.faults import check, kinds_of, look_at_annotations, look_at_images, warnings_about
 from ..errors import DataError
 from ..memory import is_loader_out_of_memory
 from ..techniques.host import SharedList
@@ -85,14 +79,14 @@ def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
     def naming(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda dataset, function: original(dataset, _NamesImage(function))
 
-    originals = {"DatasetFromList": common.DatasetFromList, "MapDataset": common.MapDataset}
-    files = [
-        module
-        for name, cls in originals.items()
-        for module, value in modules_with(name)
-        if value is cls and module not in (build, common)
+    groups = [
+        ([m for m, value in modules_with(name) if value is cls and m is not common], {name: new})
+        for name, cls, new in (
+            ("DatasetFromList", common.DatasetFromList, checking),
+            ("MapDataset", common.MapDataset, naming),
+        )
     ]
-    with replaced_functions([build, *files], {"DatasetFromList": checking, "MapDataset": naming}):
+    with replaced_together(groups):
         yield
 
 

@@ -22,11 +22,9 @@ from PIL import Image
 
 from ..common.patching import modules_with, replaced_together
 from ..common.side_work import alone, no_information, unchanged_random_state
-from ..errors import ConfigError
 from .datasets import Size, boxes_anywhere, dict_of, invented_dict, num_instances_of, statistics_of
-from .parts import Parts
 
-__all__ = ["CapturedLoader", "EmptyFiles", "capture_loader", "empty_files", "readable_loader"]
+__all__ = ["CapturedLoader", "EmptyFiles", "capture_loader", "empty_files"]
 
 _NUM_DICTS = 1000  # enough for samplers that take a share
 _NUM_PROPOSALS = 5000  # per image, if their file is missing; mappers keep fewer
@@ -263,16 +261,3 @@ def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
 def resized(size: Size, short: int, long: int) -> Size:
     """Resize like ``ResizeShortestEdge``; a shorter side of 0 keeps the size."""
     return size if short == 0 else ResizeShortestEdge.get_output_shape(*size, short, long)
-
-
-def readable_loader(parts: Parts) -> CapturedLoader:
-    """The captured training loader of parts whose dataset is on this machine.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    loader = capture_loader(parts.build_train_loader)
-    names = ", ".join(loader.names)
-    if not names or not loader.mappers or statistics_of(loader.names) is None:
-        raise ConfigError(f"the training dataset {names or 'without a name'} cannot be read")
-    return loader

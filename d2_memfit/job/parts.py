@@ -20,16 +20,8 @@ from ..config.lazy import evaluates_lazy, overrides_of
 from ..config.load import with_settings
 from ..errors import ConfigError, one_line
 
-__all__ = [
-    "GivenParts",
-    "LazyParts",
-    "LossFn",
-    "Parts",
-    "TrainerParts",
-    "load_lazy_config",
-    "losses_of",
-    "with_overrides",
-]
+__all__ = ["GivenParts", "LazyParts", "LossFn", "Parts", "TrainerParts", "load_lazy_config"]
+__all__ += ["losses_of", "with_overrides"]
 
 LossFn = Callable[[nn.Module, Any], Union[torch.Tensor, Mapping[str, torch.Tensor]]]
 
@@ -72,6 +64,9 @@ def with_overrides(cfg: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
 class _Parts:
     """What is the same for most parts.
 
+    ``with_cfg(cfg, settings)`` gives the parts of a job with another complete yacs config, in which
+    the keys of ``settings`` have changed.
+
     Attributes:
         loss_fn: takes the place of ``model(batch)`` in training.
     """
@@ -85,10 +80,6 @@ class _Parts:
     def clip_gradients(self) -> Optional[Callable[[Any], Any]]:
         """A function that clips the gradients of parameters, if the optimizer does not."""
         return None
-
-    def with_cfg(self, cfg: CfgNode) -> Any:
-        """The parts with a complete yacs config."""
-        return self
 
 
 @dataclass(frozen=True)
@@ -130,25 +121,15 @@ class TrainerParts(_Parts):
     def ddp_options(self) -> dict[str, Any]:
         return {"broadcast_buffers": False}  # DefaultTrainer's
 
-    def with_cfg(self, cfg: CfgNode) -> "TrainerParts":
+    def with_cfg(self, cfg: CfgNode, settings: Mapping[str, Any]) -> "TrainerParts":
         return TrainerParts(cfg, self.trainer)
 
-    def with_settings(self, settings: Mapping[str, Any]) -> "TrainerParts":
-        """The same parts with other values for some config keys.
-
-        Raises:
-            ConfigError: there is no such key.
-        """
-        return TrainerParts(with_settings(self.cfg, settings), self.trainer)
-
     def _method(self, name: str) -> Any:
-        method = getattr(self.trainer, name, None) or getattr(DefaultTrainer, name)
-        kind = inspect.getattr_static(self.trainer, name, None)
-        if inspect.isfunction(kind):
+        if inspect.isfunction(inspect.getattr_static(self.trainer, name, None)):
             raise ConfigError(
                 f"{self.trainer.__name__}.{name} must be a classmethod, as in DefaultTrainer"
             )
-        return method
+        return getattr(self.trainer, name, None) or getattr(DefaultTrainer, name)
 
 
 @dataclass(frozen=True)
@@ -191,7 +172,7 @@ class LazyParts(_Parts):
             return None
         return partial(nn.utils.clip_grad_norm_, **clip.params)
 
-    def with_settings(self, settings: Mapping[str, Any]) -> "LazyParts":
+    def with_cfg(self, cfg: CfgNode, settings: Mapping[str, Any]) -> "LazyParts":
         places = overrides_of(settings)
         if not any(place.startswith("dataloader.") for place in places):
             return self  # they do not concern what it instantiates
@@ -233,15 +214,12 @@ class GivenParts(_Parts):
     def test(self, model: nn.Module) -> Any:
         raise ConfigError("this Job was made from pieces, and has no test()")
 
-    def with_cfg(self, cfg: CfgNode) -> "GivenParts":
+    def with_cfg(self, cfg: CfgNode, settings: Mapping[str, Any]) -> "GivenParts":
         if cfg.MEMFIT.HOST.BUDGET_GB is not None:
             raise ConfigError(
                 "host.budget_gb cannot be used in a Job that is made from pieces: lower the number "
                 "of workers in its train_loader"
             )
-        return self
-
-    def with_settings(self, settings: Mapping[str, Any]) -> "GivenParts":
         for key in settings:
             if not key.startswith(("MEMFIT.", "SOLVER.AMP.", "SOLVER.ACCUMULATION_STEPS")):
                 raise ConfigError(f"a Job that was made from pieces has no key {key}")

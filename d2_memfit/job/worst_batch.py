@@ -189,8 +189,11 @@ class MappedBatches:
         chosen = max(pairs, key=lambda p: padded_area((p[0].size[0], p[1].size[1])))
         if num_images == 1:
             chosen = [max(self._draws, key=lambda d: _area(d.size))]
-        numbers = [self._statistics.num_in_batch(i) for i in range(num_images)]
-        return [self._image(chosen[i % len(chosen)], num) for i, num in enumerate(numbers)]
+        numbers = self._statistics.instances_per_image  # few images start over
+        return [
+            self._image(chosen[i % len(chosen)], numbers[i % len(numbers)])
+            for i in range(num_images)
+        ]
 
     def evaluation(self) -> list[Any]:
         """Make the largest image for evaluation, in a list."""

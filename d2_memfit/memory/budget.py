@@ -10,8 +10,8 @@ from typing import Any, Optional, Union
 import torch
 import torch.distributed as dist
 
+from ..common import GB
 from ..common.checks import fits
-from ..common.units import GB
 from ..errors import ConfigError
 from .allocator import limit_library_caches, take_library_buffers, use_expandable_segments
 from .readings import available_host_bytes, process_memory

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from .. import __version__
-from ..common.files import whole_file
-from ..common.reading import Name, load_fields, load_json
-from ..common.units import MB
+from ..common import MB
+from ..common.files import Name, load_fields, load_json, whole_file
 
 __all__ = ["FIGURES", "RunRecord", "device_and_software", "figures_of_plan", "keep_plan"]
 

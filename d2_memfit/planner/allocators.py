@@ -4,7 +4,7 @@
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
-from ..common.units import MB
+from ..common import MB
 
 __all__ = ["Block", "CachingAllocator", "PageAllocator"]
 

@@ -8,8 +8,8 @@ from typing import Any, Optional
 
 import torch
 
+from ..common import GB, MB
 from ..common.checks import check_device, did_you_mean
-from ..common.units import GB, MB
 from ..config.cards import CARDS, find_card
 from ..errors import ConfigError
 from ..memory import process_memory, take_library_buffers
@@ -160,7 +160,11 @@ class DeviceModel:
             return cls.load("cuda")
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         card = find_card(gpu.name, gpu.total_memory / GB)
-        return cls.load(card.device) if card else cls(description=f"{gpu.name}, {cls.description}")
+        return (
+            cls.load(card.device)
+            if card
+            else cls(description=f"{gpu.name}, taken for {cls.description}")
+        )
 
     @property
     def margin(self) -> tuple[float, float]:

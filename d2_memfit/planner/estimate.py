@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..common.units import GB
+from ..common import GB
 from ..job import (
     EXTREME_SIZES,
     TYPICAL_SIZE,

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from ..common.reading import Name
-from ..common.units import GB, MB
+from ..common import GB, MB
+from ..common.files import Name
 from ..errors import ConfigError
 from ..job import Job
 from ..memory import RunRecord, device_and_software

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Optional
 
-from ..common.units import GB
+from ..common import GB
 from ..compat.pytorch import BatchNorm, has_kernels_for_bfloat16
 from ..errors import MemfitError
 from ..techniques.checkpointing import blocks_of

@@ -13,7 +13,7 @@ from detectron2.layers import NaiveSyncBatchNorm
 from omegaconf import DictConfig
 from torch import nn
 
-from ..common.units import GB
+from ..common import GB
 from ..config.cards import why_no_card_has
 from ..errors import ConfigError
 from ..job import Job

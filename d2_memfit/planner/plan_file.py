@@ -9,7 +9,7 @@ import yaml
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..common.reading import SafeLoader
+from ..common.files import SafeLoader
 from ..config.lazy import overrides_of
 from ..config.load import get_cfg, with_memfit_keys, with_settings
 from ..job import Job, LazyParts, with_overrides

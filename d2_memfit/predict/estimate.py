@@ -4,7 +4,7 @@
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from ..common.units import GB
+from ..common import GB
 from ..job import Job, size_of
 from ..memory import segments_expand
 from ..planner.device import DeviceModel

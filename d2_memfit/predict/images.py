@@ -16,8 +16,7 @@ from detectron2.data.detection_utils import convert_image_to_rgb, read_image
 from numpy.typing import NDArray
 from PIL import Image
 
-from ..common.files import output_file
-from ..common.reading import checked
+from ..common.files import checked, output_file
 from ..errors import ConfigError, DataError, printable
 from ..memory import is_out_of_memory
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .. import compat
-from ..common.random_state import RandomState
+from ..common.side_work import RandomState
 from ..common.snapshot import Snapshot
 from ..compat.pytorch import (
     TorchDispatchMode,

@@ -15,8 +15,8 @@ from detectron2.utils import comm
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from ..common import GB
 from ..common.checks import check_positive_number, or_none
-from ..common.units import GB
 from ..data.classes import shorter_sides
 from ..errors import HostMemoryError
 from ..memory import available_host_bytes, figures_of_plan

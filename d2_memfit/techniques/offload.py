@@ -10,7 +10,7 @@ from typing import Any, Optional, Union, cast
 import torch
 from torch import nn
 
-from ..common.units import MB
+from ..common import MB
 from ..compat.pytorch import version_of
 from ..errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host

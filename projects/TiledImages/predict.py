@@ -8,7 +8,7 @@
 ``image_id`` is the image's place in the list, from 1, and ``category_id`` is the model's, from 0.
 """
 
-from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.startup import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 

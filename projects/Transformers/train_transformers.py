@@ -6,7 +6,7 @@ projects/Transformers/train_transformers.py --config-file FILE [--coco NAME JSON
     [--card SIZE] [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
 """
 
-from d2_memfit.common.library_warnings import ignore_warnings_of_libraries
+from d2_memfit.common.startup import ignore_warnings_of_libraries
 
 ignore_warnings_of_libraries()
 

@@ -261,6 +261,10 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         (["plan", "--card", "7GB"], "--card: '7GB' is not known (did you mean "),
         (["plan", "--card", "RTX 3061"], "'RTX 3061' is not known (did you mean RTX 3060"),
         (["plan", "--card", "6GB", "--budget", "5"], "--card 6GB and --budget 5: give only one"),
+        (
+            ["plan", "--card", "6GB", "--device", "cpu", "MEMFIT.BUDGET_GB", "5"],
+            "--card 6GB and MEMFIT.BUDGET_GB: give only one",
+        ),
         (["plan", "--card", "RTX 3060 7GB"], "GeForce RTX 3060 comes with 12GB, 8GB"),
         (["plan", "--card", "Apple M3 16GB"], "also of other makers"),
         (

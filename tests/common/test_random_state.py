@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from d2_memfit.common.random_state import RandomState
+from d2_memfit.common.side_work import RandomState
 
 
 def draw():

@@ -6,7 +6,7 @@ from typing import Any, Optional
 
 import pytest
 
-from d2_memfit.common.reading import checked, load_fields, load_json, load_yaml
+from d2_memfit.common.files import checked, load_fields, load_json
 from d2_memfit.errors import DataError
 
 GB = 2**30
@@ -25,16 +25,6 @@ def test_what_is_no_file_is_told_and_not_opened(tmp_path, make, why, alarm):
     with pytest.raises(DataError) as e:
         checked(path, "--input ")
     assert str(e.value) == f"--input {path} cannot be read ({why})"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a: *b", "a: &x 1\nb: &x 2", "a: 1\n---\nb: 2", "a: !!python/name:os.system", "a: 2001-99-99"],
-)
-def test_other_faults_of_yaml_are_one_line(tmp_path, text):
-    (tmp_path / "f.yaml").write_text(text)
-    with pytest.raises(DataError, match=r"f\.yaml is not valid YAML \([^\n]+\)$"):
-        load_yaml(tmp_path / "f.yaml")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ NAMES = {
     "torch.amp.autocast_mode._cast": ("value", "device", "dtype"),
     # collectives.py replaces them where they are
     "torch.distributed.ProcessGroup._allgather_base": None,
-    # library_warnings.py has its name only
+    # startup.py has its name only
     "torch.fx._symbolic_trace": None,
     # operators of ATen and torchvision
     "torch.ops.aten._reshape_alias.default": None,

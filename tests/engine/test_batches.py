@@ -20,7 +20,7 @@ from detectron2.data.samplers import (
 )
 from detectron2.utils.env import seed_all_rng
 
-from d2_memfit.common.random_state import RandomState
+from d2_memfit.common.side_work import RandomState
 from d2_memfit.engine.batches import ResumableBatches, UnknownLoader
 from d2_memfit.engine.ending import SIGNALS
 

@@ -89,7 +89,7 @@ def test_a_job_says_how_images_are_dealt_out():
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH = 8, 2, 3
     geometry = Job.from_cfg(cfg, 2).geometry
     assert (geometry.images_per_batch, geometry.window, geometry.ranks) == (4, 8, 2)
-    assert geometry.micro_batch_sizes() == [3, 3, 2]
+    assert geometry.largest_micro_batch == 3
     assert geometry.crosses_batches
     with pytest.raises(ConfigError, match="must be divisible by the number of ranks, 3"):
         Job.from_cfg(cfg, 3)

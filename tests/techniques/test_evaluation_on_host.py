@@ -10,7 +10,7 @@ from tiny import images, tiny_cfg, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d2_memfit.common.units import GB
+from d2_memfit.common import GB
 from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel

@@ -26,7 +26,7 @@ from detectron2.modeling import build_model
 from detectron2.structures import BitMasks, Boxes, Instances
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.common.units import GB
+from d2_memfit.common import GB
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.memory import enforce_budget, is_out_of_memory, process_memory, return_large_blocks

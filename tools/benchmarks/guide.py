@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pages import markdown_table, write_section
 
-from d2_memfit.common.units import GB
+from d2_memfit.common import GB
 from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job
 from d2_memfit.planner.device import DeviceModel

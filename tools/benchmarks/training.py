@@ -28,7 +28,7 @@ from detectron2.utils.events import EventStorage
 from pages import markdown_table
 
 from d2_memfit import AccumulatingTrainer, Job
-from d2_memfit.common.units import MB
+from d2_memfit.common import MB
 from d2_memfit.compat import create_ddp_model
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.settings import RecoveryOptions

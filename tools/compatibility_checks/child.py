@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from d2_memfit import Job
-from d2_memfit.common.units import GB
+from d2_memfit.common import GB
 from d2_memfit.doctor.examination import Finding, examine, examine_runs
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob

@@ -23,7 +23,7 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
-from d2_memfit.common.units import GB
+from d2_memfit.common import GB
 from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import enforce_budget, process_memory, return_large_blocks
 from d2_memfit.techniques.registry import apply_techniques

@@ -1,11 +1,26 @@
 # Copyright (c) the d2_memfit developers.
-"""The lines that install Detectron2 in an environment."""
+"""What is done before PyTorch is imported, and the lines that install Detectron2."""
 
 import importlib.util
+import sys
 from importlib.metadata import version
 from types import SimpleNamespace
 
-from d2_memfit.environment import missing
+from tiny import ROOT, run_process, tiny_cfg
+
+from d2_memfit.common.startup import missing
+
+CODE = """
+import sys
+sys.argv[1:] = ["estimate", "--config-file", {file!r}, "--device", "cuda"]
+from d2_memfit.__main__ import main
+main()
+assert "torch._dynamo.eval_frame" not in sys.modules
+import torch
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2)).tolist() == [2, 2]
+import torch._dynamo.config
+assert "torch._dynamo.eval_frame" in sys.modules
+"""
 
 
 def test_nothing_is_missing_here():
@@ -30,3 +45,11 @@ def test_without_detectron2_the_lines_to_type_are_said(monkeypatch):
     assert f"PyTorch {version('torch')}" in missing()
     assert "\n  make venv\n" in missing()
     assert "--no-build-isolation 'git+https://github.com/facebookresearch/detectron2" in missing()
+
+
+def test_an_estimate_does_not_import_dynamo_and_what_compiles_still_can(tmp_path):
+    file = tmp_path / "tiny.yaml"
+    file.write_text(tiny_cfg("mask_rcnn").dump())
+    code = CODE.replace("{file!r}", repr(str(file)))
+    done = run_process([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
