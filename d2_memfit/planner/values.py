@@ -110,6 +110,8 @@ def _is_needed(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> bool
     is_product = operator in PRODUCTS or func is aten.convolution_backward.default
     if is_fake(given) or (in_backward and (is_product or "attention" in operator.__name__)):
         return False
+    if func is aten.take.default and args[0].dtype is torch.uint8:  # points of packed masks
+        return False
     if operator in _UPSAMPLING and not args[0].is_meta:
         return False
     if func is aten._to_copy.default:
