@@ -12,11 +12,11 @@ import torch
 from detectron2.utils.events import EventStorage
 from torch import nn
 
+from .common.errors import DataError, MemfitError
 from .common.snapshot import Snapshot
 from .config.settings import NormalizerOptions
 from .engine.loss_check import HELP, LIMIT, LossReport, check_losses, gradient_of
 from .engine.window import as_given, images_of
-from .errors import DataError, MemfitError
 from .job import LossFn, losses_of
 
 __all__ = ["AccumulationFinding", "check_accumulation"]

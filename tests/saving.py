@@ -24,8 +24,8 @@ from detectron2.engine import hooks
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.common.errors import CheckpointError
 from d2_memfit.engine.checkpoint import MemfitCheckpointer
-from d2_memfit.errors import CheckpointError
 
 
 class Toy(nn.Module):

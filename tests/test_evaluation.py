@@ -8,8 +8,9 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 
-from d2_memfit import compat, get_cfg
+from d2_memfit import get_cfg
 from d2_memfit.cli.train import Trainer
+from d2_memfit.common import compat
 from d2_memfit.data.registration import register_coco
 from d2_memfit.engine.evaluating import evaluating
 

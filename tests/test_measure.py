@@ -13,7 +13,7 @@ import pytest
 from made_up_card import made_up_card
 
 from d2_memfit import measure
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.measure import ITEMS, measure_gpu, measure_item
 from d2_memfit.memory import enforce_budget
 

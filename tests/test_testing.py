@@ -6,7 +6,7 @@ import torch
 from criteria import Detector, Detr, annotated_images
 from torch import nn
 
-from d2_memfit.errors import ConfigError, DataError
+from d2_memfit.common.errors import ConfigError, DataError
 from d2_memfit.testing import check_accumulation
 
 IMAGES = annotated_images((10, 3, 0, 5))

@@ -15,6 +15,7 @@ from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ..common.checks import value_of
+from ..common.errors import ConfigError
 from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
 from ..config.lazy import overrides_of
@@ -23,7 +24,6 @@ from ..config.settings import check_settings
 from ..data.coco_file import CocoFile, check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import Setting, fit_to_data, goes_with_data
-from ..errors import ConfigError
 from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
 __all__ = ["Config", "budget_keys", "check_lazy_options", "find_function", "is_lazy", "job_of"]

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin
 import torch
 from detectron2.config import CfgNode
 
-from ..errors import ConfigError, ConfigErrors
+from .errors import ConfigError, ConfigErrors
 
 __all__ = [
     "Check",

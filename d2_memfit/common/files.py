@@ -15,8 +15,8 @@ from typing import IO, Any, Optional, Union, get_type_hints
 import yaml
 from detectron2.utils.file_io import PathManager
 
-from ..errors import ConfigError, DataError
 from .checks import fits
+from .errors import ConfigError, DataError
 
 try:
     import fcntl

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..compat.pytorch import default_group_replaced
+from .compat import default_group_replaced
 
 __all__ = ["RandomState", "alone", "no_information", "unchanged_random_state"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..common.checks import did_you_mean
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 
 __all__ = ["CARDS", "PRESETS", "Card", "cards_named", "find_card", "settings_of_card"]
 __all__ += ["why_no_card_has"]

@@ -10,7 +10,7 @@ import torch
 from detectron2.config import CfgNode
 
 from ..common.checks import check_device, choice
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 
 __all__ = ["Precision"]
 

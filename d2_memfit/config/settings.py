@@ -10,9 +10,9 @@ from detectron2.config import CfgNode
 from detectron2.engine import DefaultTrainer
 from detectron2.utils import comm
 
-from .. import compat
+from ..common import compat
 from ..common.checks import check_all, check_positive_int
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 from ..memory import auto_budget_gb
 from ..techniques.host import workers_bytes
 from ..techniques.registry import TECHNIQUES

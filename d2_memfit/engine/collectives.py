@@ -27,7 +27,7 @@ from detectron2.utils.events import get_event_storage
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from ..compat.pytorch import cross_entropy_owner, default_group_replaced, tree_iter
+from ..common.compat import cross_entropy_owner, default_group_replaced, tree_iter
 from .window import MicroBatch, count_objects
 
 # The methods behind torch.distributed's functions.

@@ -14,10 +14,10 @@ import torch.multiprocessing as mp
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
 
-from .. import compat
+from ..common import compat
 from ..common.checks import check_device
-from ..compat.pytorch import end_with_parent
-from ..errors import ConfigError
+from ..common.compat import end_with_parent
+from ..common.errors import ConfigError
 from .ending import signals_passed_on
 
 __all__ = ["launch", "usable_device", "world_size"]

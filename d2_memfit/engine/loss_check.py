@@ -26,10 +26,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
+from ..common.compat import compiled_frames, forget_compiled
+from ..common.errors import ConfigError, one_line
 from ..common.snapshot import Snapshot, changed_by_forward, state_of, weights_that_may_change
-from ..compat.pytorch import compiled_frames, forget_compiled
 from ..config.settings import NormalizerOptions
-from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Numbers, Site, added, is_same

@@ -14,11 +14,11 @@ from detectron2.data import transforms as T
 from detectron2.engine import DefaultTrainer
 from detectron2.modeling import META_ARCH_REGISTRY
 
+from ..common.errors import ConfigError
 from ..common.files import SafeLoader
 from ..config.cards import Card, find_card
 from ..config.load import load_cfg
 from ..data.registration import register_coco
-from ..errors import ConfigError
 from ..job import Job
 from ..planner.device import DeviceModel
 from .records import LoggedRun

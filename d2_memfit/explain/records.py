@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from ..errors import DataError
+from ..common.errors import DataError
 
 __all__ = ["CONTEXT_MIB", "ERROR_ALONE", "LoggedRun", "Oom", "clean", "read_parts"]
 

@@ -10,8 +10,8 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, Union, cast
 
+from ..common.errors import DataError
 from ..common.files import checked, load_json
-from ..errors import DataError
 from .records import LoggedRun, clean, read_parts
 
 __all__ = ["read_runs"]

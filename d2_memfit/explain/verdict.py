@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple, Optional, Union
 
+from ..common.errors import ConfigError, one_line, printable
 from ..common.side_work import no_information
 from ..config.cards import PRESETS, find_card, settings_of_card
-from ..errors import ConfigError, one_line, printable
 from ..planner.device import DeviceModel
 from ..planner.estimate import DryJob, MemoryEstimate
 from ..planner.plan import Plan, plan_memory

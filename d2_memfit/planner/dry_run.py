@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from ..compat.pytorch import (
+from ..common.compat import (
     TorchDispatchMode,
     autograd_node_number,
     next_autograd_node_number,

@@ -11,9 +11,9 @@ from typing import Optional
 import torch
 
 from ..common import GB, MB
+from ..common.errors import ConfigError
 from ..common.files import Name
 from ..config.cards import find_card
-from ..errors import ConfigError
 from ..job import Job
 from ..memory import RunRecord, device_and_software
 from .device import DeviceModel

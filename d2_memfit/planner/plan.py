@@ -18,9 +18,9 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ..common import GB
-from ..compat.pytorch import BatchNorm, has_kernels_for_bfloat16
+from ..common.compat import BatchNorm, has_kernels_for_bfloat16
+from ..common.errors import ConfigError, MemfitError
 from ..config.cards import why_no_card_has
-from ..errors import ConfigError, MemfitError
 from ..job import Job
 from ..memory import check_budget
 from ..techniques.checkpointing import blocks_of

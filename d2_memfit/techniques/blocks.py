@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..compat.pytorch import Convolution
+from ..common.compat import Convolution
 from .modules import has_forward
 
 __all__ = ["find_blocks"]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..common.checks import did_you_mean
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 
 __all__ = ["find_modules", "has_forward", "wrap_method"]
 

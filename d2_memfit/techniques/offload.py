@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ..common import MB
-from ..compat.pytorch import version_of
-from ..errors import HostMemoryError
+from ..common.compat import version_of
+from ..common.errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host
 from .masks import MaskBits
 from .modules import find_modules, wrap_method

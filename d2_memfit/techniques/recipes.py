@@ -10,8 +10,8 @@ from detectron2.modeling.roi_heads import BaseMaskRCNNHead
 from torch import nn
 
 from ..common.checks import value_of
+from ..common.errors import ConfigError
 from ..data.classes import shorter_sides
-from ..errors import ConfigError
 from .modules import find_modules
 from .technique import Technique
 

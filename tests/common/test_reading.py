@@ -6,8 +6,8 @@ from typing import Any, Optional
 
 import pytest
 
+from d2_memfit.common.errors import DataError
 from d2_memfit.common.files import checked, load_fields, load_json
-from d2_memfit.errors import DataError
 
 GB = 2**30
 

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.cards import CARDS, PRESETS, cards_named, find_card, settings_of_card
-from d2_memfit.errors import ConfigError
 
 SPELLINGS = {
     "GTX960 4GB": "gtx_960_4gb",

@@ -7,10 +7,10 @@ from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from d2_memfit import add_memfit_config, get_cfg
+from d2_memfit.common.errors import ConfigError, ConfigErrors
 from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.config.load import load_cfg, with_memfit_keys, with_settings
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import ConfigError, ConfigErrors
 
 
 def test_get_cfg_is_detectron2s_plus_our_keys():

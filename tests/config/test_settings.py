@@ -6,10 +6,10 @@ import torch
 from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
+from d2_memfit.common.errors import ConfigError, one_line
 from d2_memfit.config.load import get_cfg, with_settings
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
 from d2_memfit.engine.train_loop import AccumulatingTrainer
-from d2_memfit.errors import ConfigError, one_line
 from d2_memfit.job import Job
 
 

@@ -10,8 +10,8 @@ import pytest
 from small_datasets import coco_of
 from tiny import run_process
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.data.hold_out import hold_out
-from d2_memfit.errors import ConfigError
 
 
 def parts_of(folder, coco, share=0.2, output="output", resume=False):

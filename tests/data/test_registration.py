@@ -9,8 +9,8 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
 from d2_memfit import get_cfg
+from d2_memfit.common.errors import ConfigError, DataError
 from d2_memfit.data.registration import check_datasets, register_coco
-from d2_memfit.errors import ConfigError, DataError
 
 
 def cfg_with(train=(), test=()):

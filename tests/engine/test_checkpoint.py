@@ -12,9 +12,9 @@ from forks import run_forked
 from saving import resumed, trainer_of
 from tiny import ROOT
 
+from d2_memfit.common.errors import CheckpointError
 from d2_memfit.common.files import LEFTOVERS, temporary_name
 from d2_memfit.engine.checkpoint import MemfitCheckpointer
-from d2_memfit.errors import CheckpointError
 
 
 def saved_run(folder, iterations=3, **kwargs):

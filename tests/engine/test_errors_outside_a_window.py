@@ -8,11 +8,12 @@ import torch
 from injection import iterate
 from tiny import images
 
-from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.common import compat
+from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.retry import WindowRetries
-from d2_memfit.errors import OutOfMemoryError
 
 
 class Model(torch.nn.Module):

@@ -11,9 +11,9 @@ from detectron2.modeling import GeneralizedRCNNWithTTA
 from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
+from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import evaluating, recovering_inference
-from d2_memfit.errors import OutOfMemoryError
 
 FAMILIES = [
     *("proposal_network", "mask_rcnn", "keypoint_rcnn", "retinanet"),

@@ -3,8 +3,8 @@ import pytest
 import torch
 from forks import FORKED_RANKS, run_forked
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.engine.launch import launch, world_size
-from d2_memfit.errors import ConfigError
 
 
 def test_one_process_is_the_calling_one():
@@ -61,7 +61,7 @@ RANKS = """
 import sys, time
 from detectron2.utils import comm
 from d2_memfit.engine.launch import launch
-from d2_memfit.errors import RankError, exit_on_error
+from d2_memfit.common.errors import RankError, exit_on_error
 
 @exit_on_error
 def rank():

@@ -7,7 +7,7 @@ from injection import iterate
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.compat import create_ddp_model
+from d2_memfit.common.compat import create_ddp_model
 
 BATCH = images(8)
 

@@ -9,7 +9,7 @@ from injection import seed_all
 from tiny import images, parameters, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.compat import create_ddp_model
+from d2_memfit.common.compat import create_ddp_model
 from d2_memfit.config.settings import RecoveryOptions
 
 STEPS = 2

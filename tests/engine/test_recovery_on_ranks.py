@@ -9,9 +9,10 @@ import torch
 from injection import InjectedTrainer, Injector, iterate
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.common import compat
+from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.config.settings import RecoveryOptions
-from d2_memfit.errors import OutOfMemoryError
 
 NUM_IMAGES = 2  # of a rank in an iteration
 

@@ -22,11 +22,11 @@ from injection import (
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.oom_log import OomLog
-from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.memory import TensorMeter
 
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]

@@ -11,7 +11,7 @@ from detectron2.utils.events import EventStorage, get_event_storage
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.errors import DataError
+from d2_memfit.common.errors import DataError
 from d2_memfit.memory import TensorMeter
 
 NUM_ITERATIONS = 3

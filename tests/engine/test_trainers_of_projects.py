@@ -15,7 +15,7 @@ from trainer_shapes import (
 )
 
 from d2_memfit import AccumulatingTrainer, MemfitMixin
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 
 ACCUMULATION = {"SOLVER.ACCUMULATION_STEPS": 2, "MEMFIT.OOM.POLICY": "split"}
 

@@ -9,7 +9,7 @@ from tiny import every_anchor_counts, images, relative_difference, tiny_cfg, tin
 from torch import nn
 from torch.nn.functional import softplus
 
-from d2_memfit.compat import without_ddp
+from d2_memfit.common.compat import without_ddp
 
 
 class WithCritic(nn.Module):

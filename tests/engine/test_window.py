@@ -8,8 +8,8 @@ import torch
 from injection import iterate
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.engine.window import Window, as_given, count_images
-from d2_memfit.errors import ConfigError
 
 BATCHES = [[{"image_id": i} for i in ids] for ids in ((0, 1, 2, 3), (4, 5, 6), (7,))]
 

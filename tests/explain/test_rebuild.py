@@ -7,7 +7,7 @@ import time
 import pytest
 from made_up_logs import config_text
 
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.explain.rebuild import Help, card_of, rebuild
 from d2_memfit.explain.records import LoggedRun, Oom
 from d2_memfit.explain.verdict import predict_run

@@ -4,7 +4,7 @@ from dataclasses import astuple
 import pytest
 from made_up_logs import OOM, TRACEBACK, headed, log, progress
 
-from d2_memfit.errors import DataError
+from d2_memfit.common.errors import DataError
 from d2_memfit.explain.records import read_parts
 
 FINISHED = progress(99)

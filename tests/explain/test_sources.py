@@ -12,7 +12,7 @@ import torch
 from made_up_logs import CONFIG, OOM, TRACEBACK, headed, log, notebook, progress
 from tiny import run_process
 
-from d2_memfit.errors import DataError, one_line
+from d2_memfit.common.errors import DataError, one_line
 from d2_memfit.explain.sources import read_runs
 
 SECONDS = 10  # for any input
@@ -72,7 +72,7 @@ from detectron2.utils.events import CommonMetricPrinter
 from injection import FailingTrainer
 from tiny import images, tiny_cfg, tiny_model
 
-from d2_memfit.common.logs import start_logging
+from d2_memfit.common.errors import start_logging
 from d2_memfit.config.settings import RecoveryOptions
 
 cfg = tiny_cfg("proposal_network", fpn=False)

@@ -32,13 +32,13 @@ from tiny import (
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, estimate_memory
-from d2_memfit.compat.pytorch import clear_cublas_workspaces
+from d2_memfit.common.compat import clear_cublas_workspaces
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.load import with_settings
 from d2_memfit.config.precision import Precision
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.hooks import MemoryMonitor
-from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
 from d2_memfit.measure import ITEMS, measure_item
 from d2_memfit.memory import (

@@ -15,9 +15,9 @@ from tiny import tiny_cfg, tiny_model
 from torch import nn
 
 from d2_memfit import Job, MemfitMixin, estimate_memory
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.lazy import cfg_of_lazy, overrides_of
 from d2_memfit.engine.build import build_trainer
-from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase, with_overrides
 
 

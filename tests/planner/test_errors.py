@@ -5,7 +5,7 @@ import pytest
 import torch
 from detectron2.structures import Instances
 
-from d2_memfit.errors import ConfigError, DataError
+from d2_memfit.common.errors import ConfigError, DataError
 from d2_memfit.planner.errors import one_line_errors
 
 

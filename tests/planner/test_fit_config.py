@@ -8,9 +8,9 @@ import pytest
 from tiny import tiny_cfg
 
 from d2_memfit import fit_config
+from d2_memfit.common.errors import ConfigError, MemfitError
 from d2_memfit.config import settings
 from d2_memfit.config.load import load_cfg
-from d2_memfit.errors import ConfigError, MemfitError
 from d2_memfit.memory import process_memory
 
 GB = 2**30

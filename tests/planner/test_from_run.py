@@ -8,7 +8,7 @@ import torch
 from tiny import tiny_cfg
 
 from d2_memfit import Job, estimate_memory
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.memory import RunRecord, device_and_software
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.from_run import as_in_run

@@ -6,8 +6,8 @@ import torch
 from tiny import tiny_cfg
 
 from d2_memfit import estimate_memory, plan_memory
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.load import load_cfg
-from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner import plan as plan_module
 from d2_memfit.planner.device import DeviceModel

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
-from d2_memfit.errors import DataError
+from d2_memfit.common.errors import DataError
 from d2_memfit.predict.tiles import move
 
 

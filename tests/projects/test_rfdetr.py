@@ -8,7 +8,7 @@ import torch
 from injection import InjectedTrainer, Injector
 from tiny import parameters, relative_difference
 
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.planner.steps import Session
 
 pytest.importorskip("rfdetr")

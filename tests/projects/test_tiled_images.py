@@ -12,8 +12,8 @@ from pycocotools import mask as coco_mask
 from tiny import ROOT, read_metrics
 
 from d2_memfit import Job
+from d2_memfit.common.errors import ConfigError, DataError
 from d2_memfit.config.load import load_cfg
-from d2_memfit.errors import ConfigError, DataError
 from d2_memfit.predict.tiles import Tile
 
 pytest.importorskip("rasterio", reason="the optional extra rasterio")

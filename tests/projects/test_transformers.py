@@ -20,8 +20,8 @@ from tiny_transformers import (
 )
 
 from d2_memfit import AccumulatingTrainer, Job
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.settings import NormalizerOptions
-from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob

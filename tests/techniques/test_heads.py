@@ -4,8 +4,8 @@ import torch
 from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead, mask_rcnn_loss
 from tiny import tiny_cfg, tiny_model
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques.registry import apply_techniques
 

@@ -7,8 +7,8 @@ import pytest
 from detectron2.data import build_detection_train_loader
 from tiny import tiny_cfg
 
+from d2_memfit.common.errors import HostMemoryError
 from d2_memfit.engine.build import build_trainer
-from d2_memfit.errors import HostMemoryError
 from d2_memfit.job import Job, checked_loader
 from d2_memfit.techniques.host import SharedList
 from d2_memfit.techniques.registry import apply_techniques

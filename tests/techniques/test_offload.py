@@ -6,8 +6,8 @@ import torch
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 
+from d2_memfit.common.errors import HostMemoryError
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import HostMemoryError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import offload
 from d2_memfit.techniques.registry import apply_techniques

@@ -11,9 +11,10 @@ from detectron2.solver import build_optimizer
 from detectron2.utils.events import EventStorage
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, Job, compat
+from d2_memfit import AccumulatingTrainer, Job
+from d2_memfit.common import compat
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import ConfigError
 from d2_memfit.planner.steps import Session
 from d2_memfit.techniques.optimizer import ShardedOptimizer
 from d2_memfit.techniques.registry import apply_techniques, get_technique

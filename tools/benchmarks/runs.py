@@ -28,7 +28,7 @@ from compatibility_checks.project import PROJECTS as COMPATIBLE
 from compatibility_checks.project import Project, load
 from pages import markdown_table
 
-from d2_memfit.errors import one_line
+from d2_memfit.common.errors import one_line
 from d2_memfit.explain import Help
 from d2_memfit.explain.rebuild import card_of
 from d2_memfit.explain.records import LoggedRun, Oom
