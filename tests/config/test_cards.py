@@ -1,8 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Cards as people write them, and the table against what is known of generations."""
 
-from collections import Counter
-
 import pytest
 
 from d2_memfit.common.errors import ConfigError
@@ -76,10 +74,8 @@ def test_others_are_refused_with_what_to_type(text, message):
         settings_of_card(text)
 
 
-def test_the_table_has_cards_of_all_generations_and_each_name_once():
+def test_the_table_has_a_hundred_cards_and_each_name_once():
     assert len({card.name for card in CARDS.values()}) >= 100
-    series = Counter(int(float(card.capability)) for card in CARDS.values())
-    assert all(series[major] >= 2 for major in (5, 6, 7, 8, 9, 10, 12))
     assert all(find_card(device) is card for device, card in CARDS.items())
     for card in CARDS.values():
         sizes = [one.memory_gb for one in cards_named(card.name)]
