@@ -164,7 +164,6 @@ def test_an_existing_file_is_not_said_to_be_replaced_when_nothing_is_written(
     ("args", "error"),
     [
         (["--card", "Voodoo 2"], "--card: 'Voodoo 2' is not known"),
-        (["--card", ""], "--card: '' is not known"),
         (["--project", "nobody:x"], "No module named 'nobody'"),
         (["--trainer", "os:Trainer"], "no attribute 'Trainer'"),
     ],
