@@ -30,8 +30,7 @@ from ..common.files import FolderLock, check_run_folder, whole_file
 from ..config.files import find_config_file
 from ..config.lazy import cfg_of_lazy
 from ..config.load import load_cfg, merge_opts, with_settings
-from ..config.precision import Precision
-from ..config.settings import check_settings
+from ..config.settings import Precision, check_settings
 from ..data.hold_out import hold_out
 from ..data.registration import check_datasets, register_coco
 from ..engine.build import build_trainer

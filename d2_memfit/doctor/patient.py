@@ -18,8 +18,7 @@ from torch import nn
 from ..common.compat import TorchDispatchMode, storage_id
 from ..common.errors import MemfitError
 from ..common.side_work import alone, no_information
-from ..config.precision import Precision
-from ..config.settings import NormalizerOptions, RecoveryOptions
+from ..config.settings import NormalizerOptions, Precision, RecoveryOptions
 from ..engine.ranks import RankReport
 from ..engine.train_loop import AccumulatingTrainer
 from ..engine.window import MicroBatch, Window

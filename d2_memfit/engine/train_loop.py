@@ -18,8 +18,7 @@ from ..common.checks import check_positive_int
 from ..common.errors import ConfigError, OutOfMemoryError
 from ..common.snapshot import Snapshot
 from ..config.keys import check_arguments
-from ..config.precision import Precision
-from ..config.settings import NormalizerOptions, RecoveryOptions
+from ..config.settings import NormalizerOptions, Precision, RecoveryOptions
 from ..job import LossFn, losses_of
 from .counts import Counts
 from .ending import worker_deaths_wait

@@ -21,8 +21,7 @@ from ..common.errors import ConfigError
 from ..common.side_work import no_information
 from ..config.lazy import cfg_of_lazy
 from ..config.load import get_cfg, merge_memfit, with_settings
-from ..config.precision import Precision
-from ..config.settings import Settings
+from ..config.settings import Precision, Settings
 from ..techniques.registry import apply_techniques
 from .given import GivenBatches
 from .loader import checked_loader

@@ -4,7 +4,7 @@ import torch
 
 from d2_memfit import get_cfg
 from d2_memfit.common.errors import ConfigError
-from d2_memfit.config.precision import Precision
+from d2_memfit.config.settings import Precision
 
 
 @pytest.mark.parametrize(

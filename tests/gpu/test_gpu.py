@@ -35,8 +35,7 @@ from d2_memfit import AccumulatingTrainer, estimate_memory
 from d2_memfit.common.compat import clear_cublas_workspaces
 from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.load import with_settings
-from d2_memfit.config.precision import Precision
-from d2_memfit.config.settings import RecoveryOptions
+from d2_memfit.config.settings import Precision, RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.hooks import MemoryMonitor
 from d2_memfit.job import WorstCase
