@@ -71,8 +71,9 @@ def _replayed(events: Iterable[Change]) -> tuple[list[_Step], list[Allocation]]:
             alive[event.allocation] = None
         else:
             alive.pop(event.allocation, None)
-        if event.phase != "setup":
-            moments.append(_Step(event.phase, total, now.copy()))
+        phase = event.allocation.phase  # of the allocation, also when it is freed later
+        if phase != "setup":
+            moments.append(_Step(phase, total, now.copy()))
         if total > peak:
             peak, at_peak = total, list(alive)
     every = -(-len(moments) // _MOST_STEPS) or 1

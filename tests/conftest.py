@@ -67,13 +67,11 @@ def imports_are_frozen():
 def coins(tmp_path_factory):
     """Folder of the Coins dataset, registered as coins_train and coins_val."""
     from make_dataset import make_dataset
-
-    from d2_memfit.data.registration import register_coco
+    from resumed import register_coins
 
     folder = tmp_path_factory.mktemp("coins")
     make_dataset(folder)
-    for split in ("train", "val"):
-        register_coco(f"coins_{split}", str(folder / f"{split}.json"), str(folder / split))
+    register_coins(folder)
     return folder
 
 

@@ -104,9 +104,6 @@ class Forked:
             raise subprocess.TimeoutExpired("a forked process", timeout_s)
         return self._process.exitcode
 
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
     def kill(self):
         self._process.kill()
 

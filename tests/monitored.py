@@ -1,32 +1,13 @@
 # Copyright (c) the d2_memfit developers.
-"""Small training jobs whose memory hooks look at."""
+"""A training job whose memory hooks look at."""
 
 import itertools
-import random
 
 import torch
-from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
 
-__all__ = ["batches", "cheap_trainer", "make_trainer"]
-
-
-def make_trainer(loader, family="proposal_network", fpn=False, **kwargs):
-    model = tiny_model(tiny_cfg(family, fpn=fpn))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    return AccumulatingTrainer(model, loader, optimizer, **kwargs)
-
-
-def batches(seed=0):
-    """Of images of all sizes."""
-    rng = random.Random(seed)
-    sizes = [32, 48, 64, 96, 128]
-    pool = [
-        images(1, i, size=rng.choice(sizes), num_instances=rng.randint(1, 9)) for i in range(16)
-    ]
-    while True:
-        yield rng.choice(pool) + rng.choice(pool)
+__all__ = ["cheap_trainer"]
 
 
 class Linear(torch.nn.Linear):
@@ -34,8 +15,7 @@ class Linear(torch.nn.Linear):
         return {"loss": super().forward(batch).square().mean()}
 
 
-def cheap_trainer(loader=None):
+def cheap_trainer():
     """Of iterations that take a millisecond."""
-    model = Linear(8, 2)
-    loader = itertools.repeat(torch.ones(2, 8)) if loader is None else loader
+    model, loader = Linear(8, 2), itertools.repeat(torch.ones(2, 8))
     return AccumulatingTrainer(model, loader, torch.optim.SGD(model.parameters(), lr=1e-4))

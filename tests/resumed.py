@@ -39,10 +39,14 @@ def coins_cfg(output_dir, family="mask_rcnn", **keys):
 
 def train_on_rank(rank, folder, *args):
     """:func:`train` in a process of :class:`Ranks`, whose losses are those of all ranks."""
+    register_coins(folder)
+    return train(*args)
+
+
+def register_coins(folder):
     for split in ("train", "val"):
         if f"coins_{split}" not in DatasetCatalog:
             register_coco(f"coins_{split}", str(folder / f"{split}.json"), str(folder / split))
-    return train(*args)
 
 
 def train(cfg, start, end, trainer_class=Trainer):

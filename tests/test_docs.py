@@ -2,7 +2,6 @@
 """What the documentation says to type, to read and to set is there."""
 
 import argparse
-import os
 import re
 import runpy
 import shlex
@@ -211,14 +210,6 @@ def test_commands_are_found():
     assert any(tokens[:2] == ["d2-memfit", "train"] for tokens in found)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--no-such-option"], ["SOLVER.NO_SUCH_KEY", "1"], ["SOLVER.MAX_ITER", "many"]]
-)
-def test_a_wrong_command_is_found(arguments, capsys):
-    with pytest.raises((SystemExit, ValueError)):
-        check_arguments(ROOT / "tools" / "train_net.py", arguments)
-
-
 def test_shell_scripts_have_commands_that_their_tools_take(tmp_path):
     for script in (ROOT / "tools").glob("*.sh"):
         page = tmp_path / "script.md"
@@ -228,50 +219,11 @@ def test_shell_scripts_have_commands_that_their_tools_take(tmp_path):
         test_commands_are_taken_by_their_tools(page)
 
 
-SCRIPTS = [*(ROOT / "tools").glob("*.py"), *(ROOT / "projects").glob("*/*.py")]
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda file: str(file.relative_to(ROOT)))
-def test_a_script_with_an_interpreter_can_be_started_by_its_name(script):
-    has_interpreter = script.read_text().startswith("#!/usr/bin/env python3\n")
-    assert has_interpreter == os.access(script, os.X_OK)
-    assert has_interpreter or script.parent != ROOT / "tools"
-
-
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-# What people type into a search engine.
-SEARCHES = [
-    "CUDA out of memory detectron2",
-    "gradient accumulation detectron2",
-    "detectron2 small gpu",
-    "detectron2 resume training",
-]
-
-
-def title(page):
-    """The words of a page's first line, in lower case."""
-    (heading,) = re.findall(r"^# (.+)", page.read_text().partition("\n")[0])
-    return re.findall(r"\w+", heading.lower())
-
-
-def test_there_are_few_pages():
-    assert len(DOCS) <= 26
-
-
-@pytest.mark.parametrize("search", SEARCHES)
-def test_a_title_has_the_words_of_a_search(search):
-    words = set(search.lower().split())
-    assert any(words <= set(title(page)) for page in DOCS)
-
-
-def test_readme_leads_to_three_pages_before_its_first_section():
-    start = (ROOT / "README.md").read_text().partition("\n## ")[0]
-    links = re.findall(r"\]\(docs/(\w+)\.md\)", start)
-    assert links == ["OUT_OF_MEMORY", "YOUR_PROJECT", "PLANNER"]
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_a_page_begins_with_something_to_type(page):
     start = page.read_text().partition("\n## ")[0]
-    assert title(page)
+    assert page.read_text().startswith("# ")
     assert re.search(r"^```(bash|python|yaml|diff)$", start, re.MULTILINE)

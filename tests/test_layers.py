@@ -43,12 +43,3 @@ def test_imports_run_down():
 
 def test_the_planner_and_the_engine_stand_beside_each_other():
     assert ("planner", "engine") not in ARROWS
-
-
-def test_an_import_within_a_function_is_seen(tmp_path):
-    (tmp_path / "b").mkdir()
-    (tmp_path / "a.py").write_text("from .b import two\nfrom . import c\n")
-    (tmp_path / "b" / "two.py").write_text(
-        "def f():\n    from ..a import x\n    from .a import y\n"
-    )
-    assert arrows(tmp_path) == {("a", "b"), ("a", "c"), ("b", "a")}

@@ -57,19 +57,6 @@ def test_texts_are_escaped_and_nothing_is_loaded(tmp_path):
     assert not re.search(r"https?:|//", page.read_text().replace(EVIL, ""))
 
 
-def test_the_areas_stand_on_each_other(tmp_path):
-    """Weights of 1 GB stay below activations of 2 GB, up to 3 GB, the top of the picture."""
-    weights, activation = (
-        Allocation(GB, "parameters", "setup"),
-        Allocation(2 * GB, "activations", "forward"),
-    )
-    page = tmp_path / "page.html"
-    write_page(page, "", {}, {"": [Allocate(weights), Allocate(activation), Free(activation)]})
-    below, above = re.findall(r'<polygon points="([^"]*)"', page.read_text())
-    heights = [[float(point.partition(",")[2]) for point in p.split()] for p in (below, above)]
-    assert heights == [[260, 260, 380, 380], [20, 260, 260, 260]]
-
-
 def test_an_estimate_is_drawn(tmp_path, capsys):
     file, page = tmp_path / "tiny.yaml", tmp_path / "page.html"
     file.write_text(tiny_cfg("mask_rcnn").dump())

@@ -24,6 +24,7 @@ from detectron2.utils.registry import locate
 from omegaconf import DictConfig, ListConfig
 from torch import nn
 
+from ..common.checks import usable_device
 from ..common.compat import has_compiled_ops
 from ..common.errors import ConfigError, MemfitError, exit_on_error
 from ..common.files import FolderLock, check_run_folder, whole_file
@@ -38,11 +39,10 @@ from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.defaults import MemfitTrainer
 from ..engine.ending import causes_named, signals_end_at_once
 from ..engine.evaluating import evaluating
-from ..engine.launch import launch, usable_device, world_size
+from ..engine.launch import launch, world_size
 from ..job import Job, LazyParts, TrainerParts
 from ..memory import keep_plan, use_expandable_segments
 from ..planner.fit_config import fit_config
-from ..predict.predictor import WholeModelCheckpointer
 from .command_line import argument_parser, files_read
 from .options import (
     Config,
@@ -103,7 +103,8 @@ class Trainer(MemfitTrainer):
     @classmethod
     def load_weights(cls, cfg: CfgNode, model: nn.Module, resume: bool) -> None:
         """Load the weights to evaluate: the last checkpoint, or MODEL.WEIGHTS."""
-        checkpointer = WholeModelCheckpointer(model, cfg.OUTPUT_DIR)
+        checkpointer = MemfitCheckpointer(model, cfg.OUTPUT_DIR)
+        checkpointer.needs_all = True
         checkpointer.resume_or_load(cfg.MODEL.WEIGHTS, resume=resume)
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "fits",
     "or_none",
     "suggestion",
+    "usable_device",
     "value_of",
     "whole",
 ]
@@ -80,6 +81,24 @@ def check_device(name: str) -> torch.device:
         return torch.device(name)
     except RuntimeError as e:
         raise ConfigError(f"MODEL.DEVICE {name!r} is not a device of PyTorch: {e}") from e
+
+
+def usable_device(name: str, is_asked_for: bool = False) -> str:
+    """The device itself; "cpu" for a CUDA device on a machine without one.
+
+    Args:
+        is_asked_for: whether the command line names it, so that no other will do.
+
+    Raises:
+        ConfigError: PyTorch does not know the device, or cannot compute on it here.
+    """
+    device = check_device(name)
+    number = getattr(torch, device.type).device_count() if hasattr(torch, device.type) else 0
+    if device.type == "cuda" and not number and not is_asked_for:
+        return "cpu"
+    if (device.index or 0) >= number:
+        raise ConfigError(f"MODEL.DEVICE {name}: PyTorch sees {number} devices of this kind")
+    return name
 
 
 def fits(value: Any, hint: Any) -> bool:

@@ -5,6 +5,7 @@ without an effect on random numbers.
 
 import logging
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -12,12 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from .compat import default_group_replaced
 
-__all__ = ["RandomState", "alone", "no_information", "unchanged_random_state"]
+__all__ = ["RandomState", "SameDraws", "alone", "no_information", "unchanged_random_state"]
 
 _CPU = torch.device("cpu")
+_DRAWS = re.compile(r"rand|bernoulli|(normal|uniform|exponential)_$")
 _WITHOUT_GENERATOR = ("cpu", "meta")  # devices without one in addition to PyTorch's own
 
 
@@ -112,3 +115,26 @@ def unchanged_random_state(device: torch.device = _CPU) -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+class SameDraws(TorchFunctionMode):
+    """Random numbers that do not depend on earlier ones or on the batch, and no dropout.
+
+    All rows of a random tensor have the same numbers: those of an object are the same in every
+    batch. The anchors or proposals of an image are taken in their order.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if "dropout" in name:
+            return args[0] if args else kwargs["input"]
+        if not _DRAWS.match(name):
+            return func(*args, **kwargs)
+        seed = torch.initial_seed()
+        torch.manual_seed(seed)
+        drawn = func(*args, **kwargs)
+        if name == "randperm":
+            return drawn.copy_(torch.arange(len(drawn)).roll(seed * len(drawn) // 3))
+        if drawn.dim() > 0 and len(drawn) > 0:
+            drawn.detach().copy_(drawn[:1].clone().expand_as(drawn))
+        return drawn

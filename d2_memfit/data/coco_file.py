@@ -68,10 +68,7 @@ class CocoFile:
 
 
 def check_coco_file(
-    name: str,
-    json_file: str,
-    image_dir: Optional[str],
-    for_training: bool,
+    name: str, json_file: str, image_dir: Optional[str], for_training: bool
 ) -> CocoFile:
     """Read a COCO file, and check the properties that Detectron2 relies on.
 
@@ -131,9 +128,8 @@ def _check_entries(where: str, entries: Any, key: str) -> None:
         odd = next((e for e in entries if not is_good(e[field])), None)
         if odd is not None:
             of_entry = "" if what == _ID[1] else f" with the id {odd['id']}"
-            raise DataError(
-                f"{where} has the {field} {odd[field]!r}{of_entry}, which is not {what}"
-            )
+            text = f"{where} has the {field} {odd[field]!r}{of_entry}"
+            raise DataError(f"{text}, which is not {what}")
         if len({type(entry[field]) for entry in entries if what == _ID[1]}) > 1:
             raise DataError(f"{where} has numbers and texts as {field}: use one type for all")
     for id_, number in Counter(entry["id"] for entry in entries).most_common(1):
@@ -155,7 +151,5 @@ def keypoint_names(coco: dict[str, Any]) -> list[str]:
         )
     if lists:
         return list(lists[0])
-    keypoints: list[float] = next(
-        (a["keypoints"] for a in coco["annotations"] if a.get("keypoints")), []
-    )
+    keypoints: Any = next((a["keypoints"] for a in coco["annotations"] if a.get("keypoints")), [])
     return [str(i) for i in range(len(keypoints) // 3)]

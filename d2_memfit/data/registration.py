@@ -28,12 +28,11 @@ def register_coco(name: str, json_file: str, image_dir: str) -> None:
     Raises:
         ConfigError: the name belongs to another dataset.
     """
+    metadata = MetadataCatalog.get(name)
     if name not in DatasetCatalog:
         DatasetCatalog.register(name, partial(_load, name, json_file, image_dir))
-        MetadataCatalog.get(name).set(
-            json_file=json_file, image_root=image_dir, evaluator_type="coco"
-        )
-    elif MetadataCatalog.get(name).get("json_file") != json_file:
+        metadata.set(json_file=json_file, image_root=image_dir, evaluator_type="coco")
+    elif metadata.get("json_file") != json_file:
         raise ConfigError(f"--coco {name}: there is another dataset of this name, choose a new one")
 
 
@@ -76,11 +75,9 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
         if (path := MetadataCatalog.get(name).get(part)) and not is_file(path)
     ]
     if gone:
-        raise DataError(
-            f"files of the datasets do not exist, or are pipes. {'. '.join(gone)}. Built-in "
-            "datasets are looked for in the folder that DETECTRON2_DATASETS names, ./datasets by "
-            "default"
-        )
+        text = f"files of the datasets do not exist, or are pipes. {'. '.join(gone)}"
+        advice = "Built-in datasets are in the folder DETECTRON2_DATASETS, by default ./datasets"
+        raise DataError(f"{text}. {advice}")
 
 
 def unique_annotation_ids() -> AbstractContextManager[None]:

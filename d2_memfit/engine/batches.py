@@ -68,10 +68,11 @@ class ResumableBatches(Iterator[Any]):
             "batch": loader.batch_size,
             "group": group,
         }
-        self._read_from(0, _Taken(workers=(None,) * loader.num_workers))
+        self._read_from(0)
 
-    def _read_from(self, first: int, taken: "_Taken") -> None:
+    def _read_from(self, first: int, taken: Optional["_Taken"] = None) -> None:
         """Read the stream of all ranks from a place on, after what was taken from there."""
+        taken = taken or _Taken(workers=(None,) * self.layout["workers"])
         self._first = first
         sampler, group = _RestOfStream(self._sampler, first), self.layout["group"]
         self._received = _Received(self._loader, sampler, taken, is_grouped=group > 0)
@@ -145,9 +146,7 @@ class ResumableBatches(Iterator[Any]):
             self._read_from(stream["first"], _Taken.from_state(own, self.images))
         else:
             taken = sum((state or known)["batches"] for state in ranks) * stream["layout"]["batch"]
-            self._read_from(
-                stream["first"] + taken, _Taken(workers=(None,) * self.layout["workers"])
-            )
+            self._read_from(stream["first"] + taken)
         self._received.start_workers()  # draws the seeds now: later, other numbers are due
 
 

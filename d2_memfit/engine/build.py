@@ -112,9 +112,7 @@ class Run:
         job = self.job
         for part in sorted(self.not_built):
             for technique in techniques_on(part, job.cfg):
-                raise ConfigError(
-                    f"technique {technique.name} is on and would do nothing: {why_not}"
-                )
+                raise ConfigError(f"technique {technique.name} would do nothing: {why_not}")
         self._hooks = job_hooks(job)
         images, steps = job.cfg.SOLVER.IMS_PER_BATCH, job.cfg.SOLVER.ACCUMULATION_STEPS
         text = "Effective batch: SOLVER.IMS_PER_BATCH %d x SOLVER.ACCUMULATION_STEPS %d, %d ranks"

@@ -38,11 +38,15 @@ class MemfitCheckpointer(DetectionCheckpointer):
     :meth:`resume_or_load` uses the newest good checkpoint. A run that does not resume moves an
     earlier run's checkpoints aside before its first save.
 
+    Attributes:
+        needs_all: whether weights that are missing, or have other shapes, are an error in every
+            load, and not only where a run is resumed.
+
     Raises:
         CheckpointError: a file cannot be loaded, whatever its format, or the last save failed.
     """
 
-    _goes_on = _loads_all = False
+    needs_all = _goes_on = _loads_all = False
     _lock: Optional[FolderLock] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +124,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
     def load(self, path: str, checkpointables: Any = None, **kwargs: Any) -> dict[str, Any]:
         if path:  # main takes options after a question mark
             checked(path.partition("?")[0], "the checkpoint ")
-        self._loads_all = checkpointables is None and bool(self.checkpointables)
+        self._loads_all = self.needs_all or (checkpointables is None and bool(self.checkpointables))
+        self._path = path
         return super().load(path, checkpointables, **kwargs)
 
     def check(self, path: str, *, resume: bool) -> None:
@@ -208,7 +213,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
             parameters = dict(self.model.named_parameters())
             wrong += [f"it has no {n}" for n in incompatible.missing_keys if n in parameters]
             if wrong:
-                raise CheckpointError(f"the checkpoint is not one of this job: {wrong[0]}")
+                text = f"{self._path} does not fit the config: {wrong[0]}, one of {len(wrong)} such"
+                raise CheckpointError(f"{text}. Use weights that were trained with this config")
         return incompatible
 
 

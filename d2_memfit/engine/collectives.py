@@ -3,10 +3,9 @@
 
 Four things, all undone at the end of the ``with``: the collective methods of ``ProcessGroup``;
 the function behind ``F.cross_entropy``; the property that tells of the default process group; and
-methods of a few well-known criteria, whose counts cannot be seen from outside (:data:`_MEANS`).
+methods of a few well-known criteria, whose counts cannot be seen from outside (:mod:`.means`).
 """
 
-import inspect
 import re
 import sys
 from collections import Counter
@@ -17,27 +16,24 @@ from functools import cache
 from pathlib import Path
 from traceback import walk_stack
 from types import SimpleNamespace
-from typing import Any, Optional, TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # its functions' default group is the group at import
-from detectron2.utils.events import get_event_storage
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from ..common.compat import cross_entropy_owner, default_group_replaced, tree_iter
+from .means import answered_means
 from .window import MicroBatch, count_objects
 
 # The methods behind torch.distributed's functions.
 _METHOD = re.compile(r"_?(all|barrier|broadcast|gather|monitored_barrier|recv|reduce|scatter|send)")
 # Files of helper functions: a collective's place is the code that calls them.
-_PASSED_ON = (
-    str(Path(torch.__file__).parent),
-    str(Path(__file__).parents[1]),
-    "/detectron2/utils/comm.py",
-)
+_HERE, _PYTORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_PASSED_ON = (_PYTORCH, _HERE, "/detectron2/utils/comm.py")
 _MOST_COUNTS = 4096  # numbers in a tensor that are taken for counts, such as one for each class
 _REDUCTION_MEAN = 1  # what PyTorch's functions of losses call it
 
@@ -112,9 +108,8 @@ def noticed_collectives(handle: Callable[[Collective], bool]) -> Iterator[None]:
 def _cross_entropy(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def cross_entropy(logits: Any, target: Any, weight: Any, *rest: Any) -> torch.Tensor:
         loss = original(logits, target, weight, *rest)
-        if torch.compiler.is_compiling() or weight is None or rest[0] != _REDUCTION_MEAN:
-            return loss
-        if target.is_floating_point() or counts is None:
+        is_other = weight is None or target.is_floating_point() or rest[0] != _REDUCTION_MEAN
+        if is_other or counts is None or torch.compiler.is_compiling():
             return loss
         is_counted = target != rest[1]
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -169,7 +164,7 @@ class Answers:
     def __post_init__(self) -> None:
         self._forward: dict[Site, Any] = {}  # the running one
         self._calls: Counter[Any] = Counter()
-        self._means = answered_means(self.model, self.is_exact)
+        self._means = answered_means(self.model, self)
 
     @contextmanager
     def around(self, micro_batch: MicroBatch) -> Iterator[None]:
@@ -254,89 +249,6 @@ def _limited(own: Number, minimum: float) -> Number:
     return max(own, minimum)
 
 
-# Criteria by the name of their class: the method whose losses are means over elements of the batch;
-# their number, from the module and the method's arguments; the losses, if not all; and whether
-# only MEMFIT.NORMALIZERS.POLICY exact counts them, because images are nearly the right weights.
-_MEANS: dict[str, tuple[str, Optional[Callable[..., Any]], tuple[str, ...], bool]] = {
-    # DiffusionDet and SparseInst: get_loss(loss, outputs, targets, indices, ...)
-    "SetCriterionDynamicK": ("get_loss", lambda m, *a: sum(len(t) for _, t in a[3]), (), False),
-    "SparseInstCriterion": (
-        *("get_loss", lambda m, *a: sum(len(t) for _, t in a[3])),
-        *(("loss_mask", "loss_objectness"), False),
-    ),
-    # CondInst and BoxInst: __call__(features, stride, instances, ...)
-    "DynamicMaskHead": ("__call__", lambda m, *a: len(a[2]), ("loss_mask", "loss_prj"), False),
-    # Detectron2: losses(predictions, proposals), forward(features, proposals), losses(logits, ...)
-    "FastRCNNOutputLayers": ("losses", lambda m, *a: sum(map(len, a[1])), (), True),
-    "BaseMaskRCNNHead": ("forward", lambda m, *a: sum(map(len, a[1])), (), True),
-    "BaseKeypointRCNNHead": ("forward", lambda m, *a: 1, (), True),  # nearly, even then
-    "SemSegFPNHead": ("losses", lambda m, *a: (a[1] != m.ignore_value).sum(), (), True),
-    # RetinaNet and FCOS: no mean, but a running mean
-    "DenseDetector": ("_ema_update", None, (), False),
-}
-
-
-def answered_means(model: nn.Module, is_exact: bool) -> list[tuple[type, str, Any]]:
-    """Methods by which the known criteria of a model ask for the window's counts: class, name, new.
-
-    Args:
-        is_exact: whether to include those that cost one more forward of all images.
-    """
-    found: list[tuple[type, str, Any]] = []
-    for cls in {type(module) for module in model.modules()}:
-        for name in {base.__name__ for base in cls.__mro__} & _MEANS.keys():
-            method, number, losses, is_near = _MEANS[name]
-            original, is_counted = getattr(cls, method), is_exact or not is_near
-            made = _mean(original, number, losses, is_counted) if number else _running(original)
-            found.append((cls, method, made))
-    return found
-
-
-def _mean(
-    original: Callable[..., Any],
-    number: Callable[..., Any],
-    losses: Sequence[str],
-    is_counted: bool,
-) -> Callable[..., Any]:
-    def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        result = original(module, *args, **kwargs)
-        if counts is None or not module.training:
-            return result
-        if not is_counted:
-            counts.nearly.update(result)
-            return result
-        bound = inspect.signature(original).bind(module, *args, **kwargs).args
-        factor = counts.factor(number(*bound), 1.0)
-        return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
-
-    return method
-
-
-def _running(original: Callable[..., float]) -> Callable[..., float]:
-    """For RetinaNet and FCOS: a running mean of the positive anchors in a batch.
-
-    It changes once per window. The window's number is estimated from the micro-batches so far: the
-    exact one would take another forward of all images.
-    """
-
-    def update(
-        module: nn.Module, name: str, value: float, initial_value: float, momentum: float = 0.9
-    ) -> float:
-        share = 1.0 if counts is None else counts.own_share
-        if share == 1:
-            return original(module, name, value, initial_value, momentum)
-        state, iteration = vars(module), get_event_storage().iter  # a retry puts attributes back
-        of, before, total, shares = state.get(f"{name}_of_window", (None, 0.0, 0.0, 1.0))
-        if of != iteration or shares > 1 - 1e-6:
-            before, total, shares = state.get(name, initial_value), 0.0, 0.0
-        total, shares = total + value, shares + share
-        state[f"{name}_of_window"] = iteration, before, total, shares
-        state[name] = before * momentum + total / shares * (1 - momentum)
-        return float(state[name] * share)
-
-    return update
-
-
 def place_of_caller(depth: int = 3) -> Place:
     """File and line of the innermost code that is neither PyTorch's nor ours, and its callers.
 
@@ -356,10 +268,9 @@ def place_of_caller(depth: int = 3) -> Place:
 def _is_in_function_with_backward() -> bool:
     """Whether an ``autograd.Function`` of the module that runs makes this call."""
     for frame, _ in walk_stack(sys._getframe(1)):
-        if isinstance(frame.f_locals.get("self"), nn.Module):
-            break
-        if any(isinstance(v, FunctionCtx) for v in frame.f_locals.values()):
-            return True
+        is_module = isinstance(frame.f_locals.get("self"), nn.Module)
+        if is_module or any(isinstance(v, FunctionCtx) for v in frame.f_locals.values()):
+            return not is_module
     return False
 
 
@@ -369,9 +280,9 @@ def added(counts: Iterable[Mapping[Site, Any]]) -> Numbers:
     for of_forward in counts:
         for site, count in of_forward.items():
             own = torch.as_tensor(count).detach().to("cpu", torch.float64).reshape(-1)
-            if site in sums and sums[site].shape != own.shape:  # not a count of anything
-                own = torch.full_like(sums[site], torch.nan)
-            sums[site] = sums[site] + own if site in sums else own
+            before = sums.get(site, torch.zeros_like(own))
+            # NaN: with other shapes it is not a count of anything.
+            sums[site] = before + (own if own.shape == before.shape else torch.nan)
     return sums
 
 

@@ -27,7 +27,8 @@ from ..job import objects_in
 from ..memory import is_out_of_memory
 from . import collectives
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
-from .loss_check import LIMIT, LIMIT_OF_16_BITS, LossReport, check_losses
+from .loss_check import LIMIT, LIMIT_OF_16_BITS, check_losses
+from .loss_report import LossReport
 from .window import MicroBatch, Window, count_objects, dataset_dicts
 
 __all__ = ["Counts", "window_count"]
@@ -89,9 +90,7 @@ class Counts:
         on_other = self._communicate if self._ranks > 1 else Collective.run_alone
         self._new_answers = partial(Answers, model, options.policy == "exact", on_other)
         limit = LIMIT if trainer.precision.dtype == torch.float32 else LIMIT_OF_16_BITS
-        self._checked = partial(
-            check_losses, model, trainer.losses_of, options=options, limit=limit
-        )
+        self._test = partial(check_losses, model, trainer.losses_of, options=options, limit=limit)
         self._answers: Optional[Answers] = None  # None: nothing stands around the model
         self._is_due = options.policy != "off"  # whether the losses are still to be checked
         self._communicates = False  # whether a collective was warned of that is not a count
@@ -160,7 +159,7 @@ class Counts:
             tester, error = of_ranks.index(max(of_ranks)), ""
             if comm.get_rank() == tester:
                 try:
-                    self.report = self._checked(images)
+                    self.report = self._test(images)
                 except ConfigError as e:
                     error = str(e)
             error, self.report = comm.all_gather((error, self.report))[tester]
@@ -186,9 +185,9 @@ class Counts:
         if any(errors):
             raise OutOfMemoryError(next(filter(None, errors)))
         totals = added(of_ranks)
-        for site in mine if self._is_whole else ():
-            if site[0] == "mean":  # each rank has its own, as in Detectron2
-                totals[site] = mine[site] * totals[IMAGES] / mine[IMAGES]
+        # Without micro-batches, each rank has its own means, as in Detectron2.
+        for site in [s for s in mine if self._is_whole and s[0] == "mean"]:
+            totals[site] = mine[site] * totals[IMAGES] / mine[IMAGES]
         images = totals[IMAGES].item(), mine[IMAGES].item()
         return {s: totals.get(s, _ZERO) for s in (*self.report.counts, OBJECTS)}, images
 

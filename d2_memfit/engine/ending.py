@@ -160,10 +160,6 @@ def causes_named() -> Iterator[None]:
         raise
 
 
-def _nothing() -> None:
-    """Undo nothing: nothing is changed."""
-
-
 class SaveOnEnding(HookBase):
     """Saves a checkpoint of the last completed step when a run ends early, for whatever reason.
 
@@ -228,12 +224,12 @@ class SaveOnEnding(HookBase):
     def before_step(self) -> None:
         self._inner.agreed_stop_signal = self._inner.undo = None  # until its run_step says more
         batches = self._inner.resumable_batches
-        self._undo_data = _nothing if batches is None else batches.undo_point()
+        self._undo_data = (lambda: None) if batches is None else batches.undo_point()
 
     def after_step(self) -> None:
         inner = self._inner
         inner.done, number = self.trainer.iter, inner.agreed_stop_signal
-        inner.undo = self._undo_data = _nothing
+        inner.undo = self._undo_data = lambda: None  # nothing is changed
         is_last = self.trainer.iter + 1 == self.trainer.max_iter  # signals may have come since
         if number is None or is_last or comm.get_world_size() == 1:  # None: it took no vote
             number = max(comm.all_gather(inner.stop_signal))

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Optional
+from unittest.mock import patch
 
 from detectron2.config import CfgNode
 from torch import nn
@@ -81,14 +82,9 @@ def recovering_inference(model: nn.Module, options: Optional[RecoveryOptions]) -
         return
     # Detectron2's test-time augmentation has a __call__ of its own, for one image after another.
     name = "_inference_one_image" if hasattr(model, "_inference_one_image") else "forward"
-    own = vars(model).get(name)
     forward = _Recovering(getattr(model, name), compat.without_ddp(model), options)
-    setattr(model, name, forward)
-    try:
-        with forward.oom_log.explained("evaluation"):
-            yield
-    finally:
-        delattr(model, name) if own is None else setattr(model, name, own)
+    with patch.object(model, name, forward), forward.oom_log.explained("evaluation"):
+        yield
 
 
 class _Recovering:

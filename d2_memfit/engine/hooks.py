@@ -294,9 +294,8 @@ class PeakRecorder(MemoryHook):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._before = 0  # peak allocated, before the step
+        self._before = self._outside = 0  # peak allocated, before the step; bytes outside of it
         self._peaks = 0, 0  # allocated, reserved
-        self._outside = 0
         self._had_errors = False
 
     def before_train(self) -> None:

@@ -15,12 +15,11 @@ from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
 
 from ..common import compat
-from ..common.checks import check_device
 from ..common.compat import end_with_parent
 from ..common.errors import ConfigError
 from .ending import signals_passed_on
 
-__all__ = ["launch", "usable_device", "world_size"]
+__all__ = ["launch", "world_size"]
 
 
 def launch(
@@ -79,24 +78,6 @@ def world_size(num_gpus_per_machine: int, num_machines: int = 1) -> int:
     if _is_torchrun():
         return int(os.environ["WORLD_SIZE"])
     return max(1, num_gpus_per_machine * num_machines)
-
-
-def usable_device(name: str, is_asked_for: bool = False) -> str:
-    """The device itself; "cpu" for a CUDA device on a machine without one.
-
-    Args:
-        is_asked_for: whether the command line names it, so that no other will do.
-
-    Raises:
-        ConfigError: PyTorch does not know the device, or cannot compute on it here.
-    """
-    device = check_device(name)
-    number = getattr(torch, device.type).device_count() if hasattr(torch, device.type) else 0
-    if device.type == "cuda" and not number and not is_asked_for:
-        return "cpu"
-    if (device.index or 0) >= number:
-        raise ConfigError(f"MODEL.DEVICE {name}: PyTorch sees {number} devices of this kind")
-    return name
 
 
 def _is_torchrun() -> bool:

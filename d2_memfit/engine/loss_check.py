@@ -3,7 +3,7 @@
 
 Three images of the job, resized to one size, run together and one by one. The third has no objects.
 Values and gradients of each loss are compared. Random numbers do not depend on the batch, and there
-is no dropout (:class:`_SameDraws`). What a forward changes in the model stays for the next part, as
+is no dropout (:class:`SameDraws`). What a forward changes in the model stays for the next part, as
 in training. The weights are moved a little, because heads that start at zero, or teachers that
 start as their student, hide what later differs. Afterwards the model is as before.
 """
@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,21 +23,21 @@ import torch
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from tqdm import tqdm
 
 from ..common.compat import compiled_frames, forget_compiled
 from ..common.errors import ConfigError, one_line
+from ..common.side_work import SameDraws
 from ..common.snapshot import Snapshot, changed_by_forward, state_of, weights_that_may_change
 from ..config.settings import NormalizerOptions
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
-from .collectives import IMAGES, OBJECTS, Answers, Collective, Numbers, Site, added, is_same
+from .collectives import IMAGES, OBJECTS, Answers, Collective, Numbers, added, is_same
+from .loss_report import LossReport
 from .window import MicroBatch, count_objects
 
 logger = logging.getLogger(__name__)
 
-HELP = "docs/ACCUMULATION.md#a-loss-that-is-off"
 LIMIT = 1e-3  # relative distance of a gradient that is right
 LIMIT_OF_16_BITS = 0.05  # the same under autocast
 _SMALL = 1e-5  # of the gradient of all losses; smaller gradients are compared with this
@@ -45,57 +45,8 @@ _ESTIMATED = 0.2  # what a running mean that is estimated within a window may be
 _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
 _ELEMENTS = 2**20
-_DRAWS = re.compile(r"rand|bernoulli|(normal|uniform|exponential)_$")
 
 Losses = Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
-
-
-@dataclass
-class LossReport:
-    """Result of the check. Plain data: all ranks and checkpoints get it.
-
-    Attributes:
-        counts: sites that are answered with the window's counts.
-        formulas: numbers per object and per image that a count follows; empty if it follows none.
-        weights: "sum" or "objects" for losses that are not weighted by images.
-        estimates: whether a loss is divided by a running mean, estimated within a window.
-        pretends: whether one rank is told of a second one, so that it adds up its counts.
-        names: of the losses that were not zero.
-        off: the relative distance of the gradient of each loss that is off.
-        unchecked: why a loss, or all ("losses"), could not be checked.
-        changed: names of what a forward changes in the model.
-        counters: those of numbers that grow by one with each forward.
-        forwards: images through the model in the check.
-    """
-
-    counts: list[Site] = field(default_factory=list)
-    formulas: dict[Site, Sequence[float]] = field(default_factory=dict)
-    weights: dict[str, str] = field(default_factory=dict)
-    estimates: bool = False
-    pretends: bool = False
-    names: list[str] = field(default_factory=list)
-    off: dict[str, float] = field(default_factory=dict)
-    unchecked: dict[str, str] = field(default_factory=dict)
-    changed: list[str] = field(default_factory=list)
-    counters: list[str] = field(default_factory=list)
-    forwards: int = 0
-
-    def __str__(self) -> str:
-        exact = [k for k in self.names if k not in self.off and k not in self.unchecked]
-        lines = [f"like one forward over all images: {', '.join(exact)}"] if exact else []
-        lines += [f"not checked: {name} ({why})" for name, why in self.unchecked.items()]
-        if self.changed:
-            lines.append(f"each forward changes {', '.join(self.changed)}")
-        return f"in {self.forwards} forwards: {'; '.join(lines)}"
-
-    def complaints(self) -> list[str]:
-        """A line for each loss that is off, for each counter, or for a check that failed."""
-        why = self.unchecked.get("losses")
-        lines = [f"the losses of micro-batches are not checked: {why}. See {HELP}"] if why else []
-        off = "{}: {:.2g} of the gradient off in micro-batches. See {}"
-        lines += [off.format(name, distance, HELP) for name, distance in self.off.items()]
-        early = "{} counts forwards, not iterations: a warm-up that depends on it ends too early"
-        return lines + [early.format(name) for name in self.counters]
 
 
 def check_losses(
@@ -119,20 +70,18 @@ def check_losses(
     found = LossReport(unchecked={"losses": "batches cannot be cut into images"})
     for with_empty, pixels in ((True, _MOST_PIXELS), (False, _MOST_PIXELS / 4)) if images else ():
         release_memory(next(model.parameters()).device)
-        found, start = LossReport(), None
+        found = LossReport()
         try:
-            start, chosen = Snapshot(model, model.parameters()), _chosen(images, with_empty, pixels)
-            with tqdm(total=_MOST_FORWARDS, disable=None, leave=False) as progress:
-                _Check(model, losses, options, limit, chosen, found).run(progress)
+            with ExitStack() as undo, tqdm(total=_MOST_FORWARDS, disable=None, leave=False) as bar:
+                undo.callback(model.zero_grad, set_to_none=True)
+                undo.callback(Snapshot(model, model.parameters()).restore)
+                chosen = _chosen(images, with_empty, pixels)
+                _Check(model, losses, options, limit, chosen, found).run(bar)
             return found
         except ConfigError:
             raise
         except Exception as e:  # of the model's code. Its traceback would keep its tensors
             why = "memory ran out" if is_out_of_memory(e) else f"{type(e).__name__}: {one_line(e)}"
-        finally:
-            if start is not None:
-                start.restore()
-            model.zero_grad(set_to_none=True)
         found.unchecked["losses"] = why
     return found
 
@@ -176,7 +125,7 @@ class _Check:
         for p in self.trained:
             noise = torch.randn(p.shape, generator=generator).to(p)
             p.data.add_(noise * (0.1 * p.data.square().mean().sqrt() + 1e-4))
-        for module in self.model.modules():  # its dropout is no function that _SameDraws sees
+        for module in self.model.modules():  # its dropout is no function that SameDraws sees
             if isinstance(module, nn.MultiheadAttention):
                 module.dropout = 0.0
         self.state = Snapshot(self.model, weights_that_may_change(self.model))
@@ -233,12 +182,11 @@ class _Check:
         for i, (group, distance) in enumerate(zip(self.groups, distances)):
             names = [k for k in group if k in off] or [k for k in group if k in found.names]
             samples = max(other.distance(whole, i), _ESTIMATED if found.estimates else 0.0)
-            if distance <= self.limit:
-                continue
-            if distance <= samples or parts.nearly.issuperset(names):
+            is_expected = distance <= samples or parts.nearly.issuperset(names)
+            if distance > self.limit and is_expected:
                 why = f"{distance:.1g} off, as its sampling or its running mean may make it"
                 found.unchecked.update(dict.fromkeys(names, why))
-            else:
+            elif distance > self.limit:
                 found.off.update(dict.fromkeys(names, distance))
 
     def _run(self, groups: Any, report: Any = None, backward: bool = False, seed: int = 0) -> _Run:
@@ -262,7 +210,7 @@ class _Check:
                 micro_batch = MicroBatch(copy.deepcopy(images))  # models may change images
                 share = len(images) / number
                 torch.manual_seed(seed)
-                with _SameDraws(), run.around(micro_batch):
+                with SameDraws(), run.around(micro_batch):
                     losses = run.weighted(self._checked(micro_batch.batch))
                     for name, loss in losses.items():
                         run.values[name] = run.values.get(name, 0.0) + share * float(loss.detach())
@@ -315,26 +263,3 @@ def _chosen(images: Sequence[Any], with_empty: bool, pixels: float) -> list[Any]
             if i == 2 and with_empty and "instances" in image:
                 chosen[i]["instances"] = chosen[i]["instances"][:0]
     return chosen
-
-
-class _SameDraws(TorchFunctionMode):
-    """Random numbers that do not depend on earlier ones or on the batch, and no dropout.
-
-    All rows of a random tensor have the same numbers: those of an object are the same in every
-    batch. The anchors or proposals of an image are taken in their order.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if "dropout" in name:
-            return args[0] if args else kwargs["input"]
-        if not _DRAWS.match(name):
-            return func(*args, **kwargs)
-        seed = torch.initial_seed()
-        torch.manual_seed(seed)
-        drawn = func(*args, **kwargs)
-        if name == "randperm":
-            return drawn.copy_(torch.arange(len(drawn)).roll(seed * len(drawn) // 3))
-        if drawn.dim() > 0 and len(drawn) > 0:
-            drawn.detach().copy_(drawn[:1].clone().expand_as(drawn))
-        return drawn

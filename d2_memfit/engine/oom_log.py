@@ -18,13 +18,13 @@ from torch import nn
 from ..common import GB, compat
 from ..common.errors import START_HERE, OutOfMemoryError
 from ..config.settings import RecoveryOptions
-from ..job import size_of
 from ..memory import device_memory, error_line, is_out_of_memory
 from .window import count_images, count_objects, dataset_dicts
 
 logger = logging.getLogger(__name__)
 
 RAISE = "training stops"
+_IMAGE = "{file_name} (image_id {image_id}, {height} x {width} pixels, {num_instances} instances)"
 
 
 class OomEvent(dict[str, Any]):
@@ -35,11 +35,7 @@ class OomEvent(dict[str, Any]):
     """
 
     def __str__(self) -> str:
-        names = ", ".join(
-            "{file_name} (image_id {image_id}, {height} x {width} pixels, {num_instances} "
-            "instances)".format(**image)
-            for image in self["images"]
-        )
+        names = ", ".join(_IMAGE.format(**image) for image in self["images"])
         budget_gb = self["budget_gb"]
         budget = "no budget" if budget_gb is None else f"a budget of {budget_gb:g} GB"
         text = (
@@ -88,7 +84,6 @@ class OomLog:
                 }
                 for image in images
             ],
-            size=size_of(images),
             allocated_gb=round(memory.allocated_bytes / GB, 3),
             reserved_gb=round(memory.reserved_bytes / GB, 3),
             budget_gb=self.options.budget_gb,
@@ -138,19 +133,20 @@ class OomLog:
 
     def final_message(self, event: OomEvent) -> str:
         """Message of the error that ends a run: what happened, and three things to try next."""
-        options = self.options
-        smaller = ["a smaller MEMFIT.MICRO_BATCH"] if event["micro_batch"] != 1 else []
+        last_resorts = {"raise": ["resize", "skip"], "resize": ["skip"], "skip": []}
+        steps = ["a smaller MEMFIT.MICRO_BATCH"] if event["micro_batch"] != 1 else []
         if event["phase"] == "evaluation":
             steps = ["a smaller INPUT.MAX_SIZE_TEST", "a smaller TEST.DETECTIONS_PER_IMAGE"]
         elif event["phase"] in ("forward", "backward"):
-            steps = [*smaller, *([] if self.mixed_precision else ["SOLVER.AMP.ENABLED True"])]
+            steps += [] if self.mixed_precision else ["SOLVER.AMP.ENABLED True"]
             steps += ["a smaller INPUT.MAX_SIZE_TRAIN"]
-            steps += ["MEMFIT.OOM.LAST_RESORT resize"] if options.last_resort == "raise" else []
-            steps += ["MEMFIT.OOM.LAST_RESORT skip"] if options.last_resort != "skip" else []
+            steps += [f"MEMFIT.OOM.LAST_RESORT {v}" for v in last_resorts[self.options.last_resort]]
         else:
-            steps = [*smaller, "a higher MODEL.BACKBONE.FREEZE_AT: its weights need no gradients"]
-        limited = options.budget_gb is not None
-        steps.append("a larger MEMFIT.BUDGET_GB" if limited else "no other process on the device")
+            steps += ["a higher MODEL.BACKBONE.FREEZE_AT: its weights need no gradients"]
+        is_limited = self.options.budget_gb is not None
+        steps.append(
+            "a larger MEMFIT.BUDGET_GB" if is_limited else "no other process on the device"
+        )
         steps.append("a smaller backbone")
         tries = "; ".join(f"({i}) {step}" for i, step in enumerate(steps[:3], 1))
         return f"{event}. Next things to try: {tries}. More: {START_HERE}"

@@ -187,14 +187,10 @@ class Recovery:
         for name in ("oom_events", "retried_images", "seen_images", "skipped_images"):
             of_all = getattr(totals, name) + sum(getattr(r, name) for r in reports)
             setattr(totals, name, of_all)
-        get_event_storage().put_scalars(
-            smoothing_hint=False,
-            **{
-                "memfit/micro_batch": min(r.micro_batch for r in reports),
-                "memfit/oom_events": totals.oom_events,
-                "memfit/retried_images": totals.retried_images,
-            },
-        )
+        values = {name: getattr(totals, name) for name in ("oom_events", "retried_images")}
+        values["micro_batch"] = min(r.micro_batch for r in reports)
+        values = {f"memfit/{name}": value for name, value in values.items()}
+        get_event_storage().put_scalars(smoothing_hint=False, **values)
         if totals.skipped_images > math.ceil(MAX_SKIPPED * totals.seen_images):
             raise OutOfMemoryError(
                 f"{totals.skipped_images} of {totals.seen_images} images were skipped, more than a "

@@ -20,17 +20,11 @@ from ..common.snapshot import Snapshot
 from ..config.keys import check_arguments
 from ..config.settings import NormalizerOptions, Precision, RecoveryOptions
 from ..job import LossFn, losses_of
+from . import ranks
 from .counts import Counts
 from .ending import worker_deaths_wait
 from .oom_log import observed
-from .ranks import (
-    RankReport,
-    average_gradients,
-    check_ddp,
-    check_finite,
-    mean_losses,
-    write_metrics,
-)
+from .ranks import RankReport
 from .retry import Cutter, Recovery, WindowRetries, run_all
 from .run_state import ResumableTrainer
 from .storage import WindowStorage
@@ -117,7 +111,7 @@ class AccumulatingTrainer(ResumableTrainer):
             is_mixed = precision.dtype != torch.float32
             self.recovery = Recovery(recovery, self._bare_model, self.cutter, is_mixed)
         if isinstance(model, DistributedDataParallel) and not self._reduces_in_backward:
-            check_ddp(model, recovers=recovery is not None)
+            ranks.check_ddp(model, recovers=recovery is not None)
         super().__init__(model, data_loader, optimizer)
         if self._reduces_in_backward:  # losses are divided as in Detectron2
             normalizers = NormalizerOptions("off")
@@ -139,7 +133,7 @@ class AccumulatingTrainer(ResumableTrainer):
             return
         compat.after_backward(self)
         if (self.iter + 1) % self.gather_metric_period == 0:
-            write_metrics(reports)
+            ranks.write_metrics(reports)
         with self._explained("optimizer", window):
             if self.clip_gradients is not None:
                 if self.precision.scaler is not None:
@@ -162,8 +156,8 @@ class AccumulatingTrainer(ResumableTrainer):
         """
         self.model.zero_grad(set_to_none=True)  # it may have another optimizer's gradients
         reports = self._run(Window(iter([batch]), 1))
-        write_metrics(reports)
-        return mean_losses(reports)
+        ranks.write_metrics(reports)
+        return ranks.mean_losses(reports)
 
     def _run(self, window: Window) -> list[RankReport]:
         """Run a window to the gradients of all ranks' images; return the reports of all ranks."""
@@ -186,10 +180,10 @@ class AccumulatingTrainer(ResumableTrainer):
                 self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
         if self.recovery is None and self._changing is None:
             self._changing = start.changed_modules()
-        check_finite(reports, self.iter)
+        ranks.check_finite(reports, self.iter)
         if not self._reduces_in_backward and any(r.num_images for r in reports):
             with self._explained("reduction", window):
-                average_gradients(self.model, window, reports)
+                ranks.average_gradients(self.model, window, reports)
         return reports
 
     def _accumulate(self, window: Window, storage: WindowStorage, start: Snapshot) -> RankReport:

@@ -84,10 +84,9 @@ class Window:
     def __init__(self, batches: Iterator[Any], accumulation_steps: int) -> None:
         self.micro_batches: list[MicroBatch] = []
         self.data_time = 0.0
-        self.expected_images = 0
         self._batches = batches
         self.accumulation_steps = accumulation_steps
-        self._steps_taken = 0
+        self.expected_images = self._steps_taken = 0
         self._waiting: deque[Any] = deque()  # loaded or put back; taken before new batches
 
     def load_all(self) -> list[Any]:

@@ -9,12 +9,8 @@ from typing import Optional
 import numpy as np
 import torch
 
-__all__ = [
-    "limit_library_caches",
-    "segments_expand",
-    "take_library_buffers",
-    "use_expandable_segments",
-]
+__all__ = ["limit_library_caches", "segments_expand", "take_library_buffers"]
+__all__ += ["use_expandable_segments"]
 
 # The variables with the options of PyTorch's allocator. It reads the second one from 2.11 on.
 _NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -16,13 +16,8 @@ from ..common.errors import ConfigError
 from .allocator import limit_library_caches, take_library_buffers, use_expandable_segments
 from .readings import available_host_bytes, process_memory
 
-__all__ = [
-    "auto_budget_gb",
-    "check_budget",
-    "cuda_context_bytes",
-    "enforce_budget",
-    "return_large_blocks",
-]
+__all__ = ["auto_budget_gb", "check_budget", "cuda_context_bytes", "enforce_budget"]
+__all__ += ["return_large_blocks"]
 
 logger = logging.getLogger(__name__)
 

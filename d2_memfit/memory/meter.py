@@ -159,7 +159,9 @@ class OwnerMeter(TensorMeter):
         for name, module in self._model.named_modules():
             self._hooks += [
                 module.register_forward_pre_hook(lambda *_, n=name: self._enter_module(n)),
-                module.register_forward_hook(lambda *_: self._leave_module(), always_call=True),
+                module.register_forward_hook(
+                    lambda *a: self._leave_module(a[-1]), always_call=True
+                ),
             ]
         for parameter in self._model.parameters():
             self.own("parameters", parameter)
@@ -173,11 +175,7 @@ class OwnerMeter(TensorMeter):
         if self._optimizer is not None:
             self._own_states(self._optimizer)
             self._hooks.append(self._optimizer.register_step_post_hook(self._own_states))
-        self._own_others()
         return super().__enter__()
-
-    def _own_others(self) -> None:
-        """Assign more tensors from before to owners."""
 
     def __exit__(self, *error: Any) -> None:
         while self._hooks:
@@ -193,7 +191,7 @@ class OwnerMeter(TensorMeter):
         depth = 3 if parts[:2] == ["backbone", "bottom_up"] else 2 if is_stage else 1
         self._running.append("activations: " + ".".join(parts[:depth]) if name else "inputs")
 
-    def _leave_module(self) -> None:
+    def _leave_module(self, output: Any) -> None:
         if self._running:
             self._running.pop()
 

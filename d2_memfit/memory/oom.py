@@ -9,14 +9,8 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = [
-    "error_line",
-    "is_killed_worker",
-    "is_loader_out_of_memory",
-    "is_lost_rank",
-    "is_out_of_memory",
-    "release_memory",
-]
+__all__ = ["error_line", "is_killed_worker", "is_loader_out_of_memory", "is_lost_rank"]
+__all__ += ["is_out_of_memory", "release_memory"]
 
 
 # Texts of RuntimeErrors, as regular expressions, and their sources. torch.OutOfMemoryError and

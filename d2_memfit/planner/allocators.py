@@ -2,8 +2,7 @@
 """Models of memory allocators: rounding, and free memory between blocks."""
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple
 
 from ..common import MB
 
@@ -19,16 +18,45 @@ _ROUND_LARGE = 2 * MB  # kRoundLarge, for the segments of larger blocks
 _PAGE = 4096  # page of the system's memory
 
 
-@dataclass(eq=False)
-class Block:
-    """A part of a segment. Its neighbours in the segment are before and after it."""
+class Block(NamedTuple):
+    """Memory from one address to another, in the pool of small blocks or in that of large ones."""
 
-    size: int
-    is_small: bool  # whether it belongs to the pool of small blocks
-    address: int
-    is_free: bool = True
-    before: Optional["Block"] = None
-    after: Optional["Block"] = None
+    begin: int
+    end: int
+    is_small: bool
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+
+class _Pool:
+    """The free memory of small or of large blocks.
+
+    Attributes:
+        end: the first address after all segments.
+        free: sizes and addresses, sorted. Neighbours are one piece.
+        begins, ends: where free memory begins, by its end; and where it ends.
+    """
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.free: list[tuple[int, int]] = []
+        self.begins: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+
+    def put(self, begin: int, end: int) -> None:
+        first, last = self.begins.get(begin, begin), self.ends.get(end, end)
+        if first < begin:
+            self.take(first, begin)
+        if last > end:
+            self.take(end, last)
+        insort(self.free, (last - first, first))
+        self.begins[last], self.ends[first] = first, last
+
+    def take(self, begin: int, end: int) -> None:
+        del self.free[bisect_left(self.free, (end - begin, begin))]
+        del self.begins[end], self.ends[begin]
 
 
 class CachingAllocator:
@@ -48,84 +76,46 @@ class CachingAllocator:
     def __init__(self, expandable: bool = False) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = 0
         self._expandable = expandable
-        # Size, address and block of free memory in the pools of small and large blocks, sorted.
-        self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
-        self._last: dict[bool, Optional[Block]] = {True: None, False: None}  # of growing segments
+        self._pools = {True: _Pool(), False: _Pool()}  # of small and of large blocks
 
     def allocate(self, num_bytes: int) -> Block:
-        """Allocate a block, the smallest free one that is large enough, or new memory."""
+        """Allocate a block, in the smallest free memory that is large enough, or in new memory."""
         size = max(_round_up(num_bytes, _ROUND), _ROUND)
         is_small = size <= _SMALL
-        free = self._free[is_small]
-        i = bisect_left(free, (size,))
-        block = free.pop(i)[2] if i < len(free) else self._reserve(size, is_small)
-        rest = block.size - size
+        pool = self._pools[is_small]
+        if not pool.free or pool.free[-1][0] < size:
+            self._reserve(size, is_small)
+        there, begin = pool.free[bisect_left(pool.free, (size,))]
+        pool.take(begin, begin + there)
+        rest = there - size
         if rest >= _ROUND if is_small or self._expandable else rest > _SMALL:
-            self._split(block, size)
-        return self._take(block)
+            pool.put(begin + size, begin + there)
+            there = size
+        return self._count(Block(begin, begin + there, is_small))
 
-    def _take(self, block: Block) -> Block:
-        block.is_free = False
+    def _count(self, block: Block) -> Block:
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: Block) -> None:
         self.allocated_bytes -= block.size
-        for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.is_free:
-                self._merge(block, neighbour)
-        self._put(block)
+        self._pools[block.is_small].put(block.begin, block.end)
 
-    def _put(self, block: Block) -> None:
-        block.is_free = True
-        insort(self._free[block.is_small], (block.size, block.address, block))
-
-    def _split(self, block: Block, size: int) -> None:
-        rest = Block(block.size - size, block.is_small, block.address + size)
-        rest.before, rest.after, block.after = block, block.after, rest
-        if rest.after is not None:
-            rest.after.before = rest
-        if self._last[block.is_small] is block:
-            self._last[block.is_small] = rest
-        block.size = size
-        self._put(rest)
-
-    def _merge(self, block: Block, neighbour: Block) -> None:
-        """Merge a free neighbour into the block."""
-        free = self._free[neighbour.is_small]
-        del free[bisect_left(free, (neighbour.size, neighbour.address))]
-        if neighbour is block.before:
-            block.address, block.before = neighbour.address, neighbour.before
-        else:
-            block.after = neighbour.after
-        if block.before is not None:
-            block.before.after = block
-        if block.after is not None:
-            block.after.before = block
-        if self._last[block.is_small] is neighbour:
-            self._last[block.is_small] = block
-        block.size += neighbour.size
-
-    def _reserve(self, size: int, is_small: bool) -> Block:
-        """Reserve memory from the device as a free block: a segment, or more of one."""
-        last = self._last[is_small]
+    def _reserve(self, size: int, is_small: bool) -> None:
+        """Reserve memory from the device: a segment, or more of one."""
+        pool = self._pools[is_small]
+        begin = pool.end if self._expandable else pool.end + 1  # segments have no neighbours
         if self._expandable:
-            there = last.size if last is not None and last.is_free else 0
+            there = pool.end - pool.begins.get(pool.end, pool.end)
             size = _round_up(size - there, _SMALL_SEGMENT if is_small else _LARGE_SEGMENT)
         elif is_small or size < _MIN_LARGE:
             size = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
         else:
             size = _round_up(size, _ROUND_LARGE)
-        block = Block(size, is_small, self.peak_reserved_bytes)
+        pool.end = begin + size
+        pool.put(begin, pool.end)
         self.peak_reserved_bytes += size
-        if self._expandable:
-            self._last[is_small] = block
-            if last is not None:
-                last.after, block.before = block, last
-                if last.is_free:
-                    self._merge(block, last)
-        return block
 
 
 class PageAllocator(CachingAllocator):
@@ -135,7 +125,7 @@ class PageAllocator(CachingAllocator):
     """
 
     def allocate(self, num_bytes: int) -> Block:
-        block = self._take(Block(_round_up(num_bytes, _PAGE), False, 0))
+        block = self._count(Block(0, _round_up(num_bytes, _PAGE), False))
         self.peak_reserved_bytes = self.peak_allocated_bytes
         return block
 

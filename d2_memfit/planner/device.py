@@ -3,7 +3,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -27,22 +27,29 @@ _CONTEXT_MB, _OF_A_CPU_MB = 426 + 380, 360
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """The memory of a device that a timeline needs.
+    """The memory of a device that a timeline needs, by owner.
 
     Attributes:
-        allocated_bytes: peak of ``torch.cuda.memory_allocated``.
-        reserved_bytes: peak of the allocator's memory, including memory between blocks.
-        total_bytes: ``reserved_bytes`` plus memory outside the allocator.
-        breakdown: ``allocated_bytes`` by owner.
-        outside: the rest of ``total_bytes`` by owner: memory between the allocator's blocks,
-            context, loaded kernels and NCCL.
+        breakdown: bytes of tensors at their peak.
+        outside: the rest: between the allocator's blocks, context, loaded kernels and NCCL.
     """
 
-    allocated_bytes: int
-    reserved_bytes: int
-    total_bytes: int
     breakdown: Counter[str]
-    outside: Counter[str] = field(default_factory=Counter)
+    outside: Counter[str]
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Peak of ``torch.cuda.memory_allocated``."""
+        return sum(self.breakdown.values())
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Peak of ``torch.cuda.memory_reserved``."""
+        return self.allocated_bytes + self.outside["between blocks"]
+
+    @property
+    def total_bytes(self) -> int:
+        return self.allocated_bytes + sum(self.outside.values())
 
 
 @dataclass(frozen=True)
@@ -192,11 +199,8 @@ class DeviceModel:
             live[a.owner] += allocator.allocated_bytes - before
             if allocator.peak_allocated_bytes > peak:
                 at_peak = +live
-        allocated = allocator.peak_allocated_bytes
-        reserved = allocator.peak_reserved_bytes
-        total = reserved + sum(outside.values())
-        outside = +Counter({"between blocks": reserved - allocated}) + outside
-        return DeviceUse(allocated, reserved, total, at_peak, outside)
+        outside["between blocks"] = allocator.peak_reserved_bytes - allocator.peak_allocated_bytes
+        return DeviceUse(at_peak, +outside)
 
     def events(self, timeline: Timeline) -> Iterator[Change]:
         """The device's allocations and frees for a timeline, including library workspaces."""

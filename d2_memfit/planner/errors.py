@@ -49,11 +49,11 @@ def one_line_errors(
         assumed: list[str] = []
         with suppress(Exception):  # it may be the call that failed
             assumed += assume()
+        leave_out = '. DATASETS.TEST "()" leaves evaluation out' if in_evaluation else ""
         where = " in evaluation" if in_evaluation else ""
-        without = '. DATASETS.TEST "()" leaves evaluation out' if in_evaluation else ""
         what = f"the model of this job does not run{where} ({error}, in {_place(e)})"
         failure = ConfigError(
-            f"{what}. {_advice(e)}{without}" + "".join(f". Assumed: {line}" for line in assumed)
+            f"{what}. {_advice(e)}{leave_out}" + "".join(f". Assumed: {line}" for line in assumed)
         )
         failure.what = what
         raise failure from e

@@ -18,12 +18,7 @@ from ..common.files import check_outputs, output_file
 from ..config.lazy import cfg_of_lazy
 from ..config.load import with_memfit_keys, with_settings
 from ..job import Job, size_of, with_overrides
-from ..memory import (
-    FIGURES,
-    limit_library_caches,
-    return_large_blocks,
-    use_expandable_segments,
-)
+from ..memory import FIGURES, limit_library_caches, return_large_blocks, use_expandable_segments
 from .device import DeviceModel
 from .errors import one_line_errors
 from .plan import plan_memory
@@ -105,8 +100,7 @@ def _key_of(cfg: Union[CfgNode, DictConfig], job: Job) -> str:
 
 def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: float) -> str:
     """The text of OUTPUT_DIR/memfit_plan.yaml, which is written if necessary."""
-    on_cpu = torch.device(job.cfg.MODEL.DEVICE).type == "cpu"
-    if on_cpu:
+    if torch.device(job.cfg.MODEL.DEVICE).type == "cpu":
         return_large_blocks()  # memory used here must not count towards the budget later
         limit_library_caches()
     device = DeviceModel.choose(None, job.cfg.MODEL.DEVICE)  # now: a CPU's context is this process

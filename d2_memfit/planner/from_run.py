@@ -6,14 +6,12 @@ that it was started with has its predictions. The differences correct the device
 """
 
 from dataclasses import replace
-from typing import Optional
 
 import torch
 
 from ..common import GB, MB
 from ..common.errors import ConfigError
 from ..common.files import Name
-from ..config.cards import find_card
 from ..job import Job
 from ..memory import RunRecord, device_and_software
 from .device import DeviceModel
@@ -35,8 +33,10 @@ def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
     Raises:
         ConfigError: the run has no record, or one that says nothing about the job.
     """
-    record, here = RunRecord.read(run), _torch_device(device)
-    is_here = here is not None and record.here == device_and_software(here)
+    record, on_gpu = RunRecord.read(run), device.is_gpu and torch.cuda.is_available()
+    here = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    is_here = device.description == DeviceModel.choose(None, str(here)).description
+    is_here = is_here and record.here == device_and_software(here)
     for counts, reason in (
         (is_here, "it had another device, or other software"),
         (record.ranks == job.ranks, f"it had {record.ranks} ranks, not {job.ranks}"),
@@ -49,34 +49,12 @@ def as_in_run(device: DeviceModel, job: Job, run: Name) -> DeviceModel:
     allocated_gb = record.predicted_gb[0]
     more_mb = (record.allocated_bytes - allocated_gb * GB) / MB
     if more_mb > 0 or record.iterations >= _LONG:
-        device = replace(
-            device,
-            other_tensors_mb=max(device.other_tensors_mb + more_mb, 0.0),
-            tensors_are_measured=True,
-        )
-    device = replace(
-        device,
-        context_mb=record.outside_bytes / MB,
-        context_is_measured=True,
-        kernels_mb=0.0,
-        nccl_mb=(0.0, 0.0),
-    )
+        more_mb = max(device.other_tensors_mb + more_mb, 0.0)
+        device = replace(device, other_tensors_mb=more_mb, tensors_are_measured=True)
     line = (
         f"Starts from a run here on {record.date[:16]} UTC, {record.iterations} iterations: "
         f"{record.allocated_bytes / GB:.2f} GB allocated where {allocated_gb:.2f} GB were "
         f"predicted, {record.outside_bytes / GB:.2f} GB outside the allocator"
     )
-    return replace(device, from_run=line)
-
-
-def _torch_device(device: DeviceModel) -> Optional[torch.device]:
-    """This machine's device, if it is the one to predict for."""
-    if not device.is_gpu:
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        return None
-    here = torch.device("cuda", torch.cuda.current_device())
-    name = torch.cuda.get_device_name(here)
-    card = find_card(name)
-    is_here = card.device == device.name if card else device.description.startswith(name)
-    return here if is_here else None
+    device = replace(device, context_mb=record.outside_bytes / MB, context_is_measured=True)
+    return replace(device, kernels_mb=0.0, nccl_mb=(0.0, 0.0), from_run=line)

@@ -24,6 +24,8 @@ __all__ = ["fast_matching"]
 
 _LARGE_MATRIX = 2**20  # pairs
 _ON_OBJECTS = 256  # anchors: as many as RPN samples
+# Results of fake tensors are fake, even small ones.
+_FAKE_RESULTS = {"area": lambda call: lambda *args: make_fake(call(*args))}
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
             make_fake(tensors)
-            with replaced_functions([Boxes], {"area": _fake_results}):
+            with replaced_functions([Boxes], _FAKE_RESULTS):
                 matrix = pairwise_iou(boxes1, boxes2)
             make_real(tensors)
             return matrix
@@ -72,11 +74,6 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
     ]
     with replaced_together(groups):
         yield
-
-
-def _fake_results(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A replacement of a function that makes results of fake tensors, even small ones, fake."""
-    return lambda *args: make_fake(call(*args))
 
 
 def _assign_at_once(_: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,14 +4,14 @@
 Fake tensors have sizes, but their values do not matter and are not computed.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ..common.compat import tree_map
 from ..memory import storages
 
-__all__ = ["is_fake", "make_fake", "make_real", "mapped", "on_meta"]
+__all__ = ["is_fake", "make_fake", "make_real", "on_meta"]
 
 _MOST_ANSWERS = 50_000  # some 60 MB
 
@@ -19,10 +19,6 @@ _META = torch.device("meta")
 _empty_strided = torch.empty_strided  # cuda_as_cpu would replace it, which takes time
 
 _answers: dict[Any, Any] = {}
-
-
-class _Refusal(str):
-    """The error message of a meta kernel that cannot answer."""
 
 
 def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -47,26 +43,18 @@ def on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             answer = _ask(func, args, kwargs)
         except RuntimeError as e:
-            answer = _Refusal(str(e))  # the error itself has frames, which keep tensors alive
+            answer = RuntimeError(str(e))  # the error itself has frames, which keep tensors alive
         if len(_answers) >= _MOST_ANSWERS:
             _answers.clear()
         _answers[key] = answer
-    if isinstance(answer, _Refusal):
-        text = str(answer)
-        raise RuntimeError(text)
+    if isinstance(answer, RuntimeError):
+        raise RuntimeError(*answer.args)
     return answer
 
 
 def _ask(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*mapped(_to_meta, args), **{k: mapped(_to_meta, v) for k, v in kwargs.items()})
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """``function`` of a value, or of each one in nested lists and tuples."""
-    if isinstance(value, (list, tuple)):
-        of_each = [mapped(function, v) for v in value]
-        return of_each if isinstance(value, list) else tuple(of_each)
-    return function(value)
+    args, kwargs = tree_map(_to_meta, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _signature(value: Any) -> Any:

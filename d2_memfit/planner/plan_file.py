@@ -17,22 +17,7 @@ from ..memory import FIGURES
 from .plan import Plan
 from .text import answer_of_plan, describe_plan
 
-__all__ = [
-    "budget_in",
-    "keys_as_yaml",
-    "lazy_file",
-    "planned",
-    "planned_config",
-    "planned_yaml",
-]
-
-
-def planned_config(cfg: Union[CfgNode, DictConfig], plan: Plan) -> Union[CfgNode, DictConfig]:
-    """The config with the plan's settings, and without planning again."""
-    settings = _settings(plan)
-    if isinstance(cfg, DictConfig):
-        return with_overrides(cfg, overrides_of(settings))
-    return with_settings(with_memfit_keys(cfg), settings)
+__all__ = ["budget_in", "keys_as_yaml", "lazy_file", "planned", "planned_yaml"]
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
@@ -46,11 +31,11 @@ def planned_yaml(cfg: Union[CfgNode, DictConfig], plan: Plan) -> str:
     For a yacs config it is a complete config file for ``tools/train_net.py --config-file``, with
     all differences from the defaults. For a LazyConfig it holds overrides.
     """
-    comment = f"{_comment(plan)}{FIGURES}{json.dumps(plan.figures)}\n"
+    comment, settings = f"{_comment(plan)}{FIGURES}{json.dumps(plan.figures)}\n", _settings(plan)
     if isinstance(cfg, DictConfig):
-        return comment + yaml.safe_dump(overrides_of(_settings(plan)), sort_keys=False)
-    of_plan = {"VERSION", *_settings(plan)}
-    return comment + CfgNode(_differences(planned_config(cfg, plan), get_cfg(), of_plan)).dump()
+        return comment + yaml.safe_dump(overrides_of(settings), sort_keys=False)
+    complete = with_settings(with_memfit_keys(cfg), settings)
+    return comment + CfgNode(_differences(complete, get_cfg(), {"VERSION", *settings})).dump()
 
 
 def keys_as_yaml(job: Job, plan: Plan) -> str:
@@ -59,14 +44,8 @@ def keys_as_yaml(job: Job, plan: Plan) -> str:
         return ""
     if isinstance(job.parts, LazyParts):
         return yaml.safe_dump(overrides_of(plan.settings), sort_keys=False)
-    keys: dict[str, Any] = {}
-    for name, value in plan.settings.items():
-        *nodes, key = name.split(".")
-        node = keys
-        for parent in nodes:
-            node = node.setdefault(parent, {})
-        node[key] = value
-    return yaml.safe_dump(keys, sort_keys=False)
+    cfg = with_settings(job.cfg, plan.settings)
+    return CfgNode(_differences(cfg, cfg, {*plan.settings})).dump()
 
 
 def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictConfig]:

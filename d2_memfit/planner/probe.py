@@ -11,11 +11,10 @@ from detectron2.utils.events import EventStorage
 from ..common.compat import clear_cublas_workspaces
 from ..common.errors import ConfigError
 from ..common.side_work import unchanged_random_state
-from ..job import Job, losses_of
+from ..job import Job
 from ..memory import cuda_context_bytes, device_memory, is_out_of_memory, release_memory
 from .device import DeviceModel, DeviceUse
-from .steps import build_with_values, infer
-from .worst_outputs import worst_case
+from .steps import build_with_values, infer, iterate
 
 __all__ = ["check_probe", "measured_uses", "run_for_real"]
 
@@ -51,7 +50,7 @@ def measured_uses(job: Job, evaluates: bool, expected: Counter[str]) -> list[Dev
             breakdown = expected.copy()
             breakdown["beyond the dry run"] = allocated - sum(expected.values())
             outside = Counter({"between blocks": reserved - allocated, "context": context})
-            uses.append(DeviceUse(allocated, reserved, reserved + context, breakdown, outside))
+            uses.append(DeviceUse(breakdown, outside))
             torch.cuda.reset_peak_memory_stats(device)
     except Exception as e:
         if not is_out_of_memory(e):
@@ -88,13 +87,8 @@ def run_for_real(job: Job, device: str, evaluates: bool = True) -> Iterator[None
         micro_batches *= min(-(-job.geometry.window // job.geometry.largest_micro_batch), 2)
         for _ in range(2):  # the second finds the optimizer's states
             model.zero_grad(set_to_none=True)
-            for batch in micro_batches:
-                with worst_case(model, lambda line: None), precision.autocast():
-                    loss: Any = sum(losses_of(model, batch, job.parts.loss_fn).values())
-                precision.backward(loss * (1 / len(micro_batches)))
-                del loss
-            precision.step(optimizer)
-        del batch, micro_batches
+            iterate(job, model, optimizer, precision, micro_batches)
+        del micro_batches
         yield
         if evaluates and job.evaluates:
             infer(model, job, job.evaluation_batch())

@@ -143,7 +143,6 @@ def _init_autocast(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _enter_autocast(enter: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(enter)
     def enter_on_cpu(self: Any) -> Any:
         self.device_outside, self.device = self.device, _as_cpu(self.device)
         return enter(self)
@@ -152,7 +151,6 @@ def _enter_autocast(enter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _exit_autocast(leave: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(leave)
     def exit_on_cpu(self: Any, *error: Any) -> Any:
         result = leave(self, *error)
         self.device = self.__dict__.pop("device_outside", self.device)

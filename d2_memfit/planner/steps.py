@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Callable
 
 import torch
@@ -16,20 +17,20 @@ from torch.optim import Optimizer
 from ..common.errors import MemfitError
 from ..common.patching import Groups
 from ..common.side_work import alone, no_information, unchanged_random_state
+from ..config.settings import Precision
 from ..job import Job, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
 from ..techniques.registry import TIERS, get_technique, ready_to_evaluate
 from .compiled_operators import compiled_operators
-from .dry_run import DryRun, WithoutValues, noted_calls
+from .dry_run import DryRun
 from .matching import fast_matching
 from .meta import make_fake
 from .stand_ins import casts_of_cuda, cuda_as_cpu
 from .timeline import Timeline
+from .values import LARGE_BYTES, WithoutValues
 from .worst_outputs import detect_most, worst_case
 
-__all__ = ["Session", "build_with_values", "infer", "that_work"]
-
-_LARGE_BYTES = 2**20  # larger images are made fake
+__all__ = ["Session", "build_with_values", "infer", "iterate", "that_work"]
 
 
 class Session:
@@ -80,20 +81,12 @@ class Session:
         precision = self._job.precision("cpu")
         micro_batches = copy_of(micro_batches)  # a caller's would stay on the device
         casts = casts_of_cuda() if self._like_gpu else ()
-        with self._running(micro_batches, casts) as run, noted_calls(self.model, run):
+        with self._running(micro_batches, casts) as run:
             self.model.train()
             if not accumulates:
                 self.model.zero_grad(set_to_none=True)
-            note, loss_fn = run.timeline.notes.append, self._job.parts.loss_fn
-            for batch in micro_batches:
-                run.phase = "forward"
-                with worst_case(self.model, note), precision.autocast():
-                    loss: Any = sum(losses_of(self.model, batch, loss_fn).values())
-                run.phase = "backward"
-                precision.backward(loss * (1 / len(micro_batches)))
-                del loss
-            run.phase = "optimizer"
-            precision.step(self._optimizer)
+            begin, note = partial(setattr, run, "phase"), run.timeline.notes.append
+            iterate(self._job, self.model, self._optimizer, precision, micro_batches, begin, note)
         return self._begin_timeline()
 
     def evaluate(self, batch: Any) -> Timeline:
@@ -124,7 +117,7 @@ class Session:
         inputs = tensors_of(micro_batches)
         with self._started(stand_ins), self._run as run, fast_matching(self.model):
             run.phase = "setup"
-            make_fake([t for t in inputs if t.nbytes >= _LARGE_BYTES and is_image(t)])
+            make_fake([t for t in inputs if t.nbytes >= LARGE_BYTES and is_image(t)])
             run.own("inputs", inputs)
             try:
                 yield run
@@ -144,9 +137,33 @@ class Session:
         return before
 
 
-def infer(
-    model: nn.Module, job: Job, batch: Any, note: Callable[[str], None] = lambda line: None
+def iterate(
+    job: Job,
+    model: nn.Module,
+    optimizer: Optimizer,
+    precision: Precision,
+    micro_batches: Sequence[Any],
+    begin: Callable[[str], Any] = str,
+    note: Callable[[str], Any] = str,
 ) -> None:
+    """Run a training iteration with the most proposals possible.
+
+    Args:
+        begin: called with the name of each phase.
+        note: called with lines about parts that may be larger.
+    """
+    for batch in micro_batches:
+        begin("forward")
+        with worst_case(model, note), precision.autocast():
+            loss: Any = sum(losses_of(model, batch, job.parts.loss_fn).values())
+        begin("backward")
+        precision.backward(loss * (1 / len(micro_batches)))
+        del loss
+    begin("optimizer")
+    precision.step(optimizer)
+
+
+def infer(model: nn.Module, job: Job, batch: Any, note: Callable[[str], Any] = str) -> None:
     """Run an evaluation's forward with the most proposals and detections possible."""
     model.eval()
     ready = ready_to_evaluate(model, job.cfg, announce=False)

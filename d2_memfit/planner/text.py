@@ -9,16 +9,11 @@ from typing import Any, Optional
 from tabulate import tabulate
 
 from .estimate import MOST_OBJECTS, MemoryEstimate
-from .plan import Plan, PlanStep
+from .ladder import PlanStep
+from .plan import Plan
 
-__all__ = [
-    "answer_of_estimate",
-    "answer_of_plan",
-    "describe_estimate",
-    "describe_plan",
-    "describe_settings",
-    "first_of",
-]
+__all__ = ["answer_of_estimate", "answer_of_plan", "describe_estimate", "describe_plan"]
+__all__ += ["describe_settings", "first_of"]
 
 _MOST_STEPS = 3  # lines
 _WIDTH = 100  # of a line about what is assumed
@@ -32,7 +27,8 @@ def answer_of_estimate(
     e: MemoryEstimate, budget_gb: Optional[float] = None, fits: bool = True
 ) -> str:
     """The answer to the command estimate, with a verdict if the job has a budget."""
-    needs = f"{_at_least(e)}{e.device_total_gb:.2f} GB of {_each(e)}"
+    of = "a process" if e.expandable_segments is None else "each GPU"
+    needs = f"{_at_least(e)}{e.device_total_gb:.2f} GB of {of}"
     verdict = f"Needs {needs}"
     if budget_gb is not None:
         does = "Fits" if fits else "Does not fit"
@@ -40,9 +36,10 @@ def answer_of_estimate(
     evaluation = "" if e.evaluation_gb is None else f", {e.evaluation_gb:.1f} in evaluation"
     largest = [f"{owner.replace(': ', ' of ')} {gb:.1f}" for owner, gb in e.breakdown.items()]
     objects = "" if e.num_instances is None else f", with {e.num_instances} objects at most"
-    height, width = e.image_size
+    (height, width), (low, high) = e.image_size, e.device_range_gb
+    because = f", because {first_of(e.wider)}" if e.wider else ""
     lines = [
-        f"{verdict}. {_range(e)}",
+        f"{verdict}. Its range: {low:.1f} to {high:.1f} GB{because}",
         f"The largest micro-batch: {e.micro_batch_size} image{'s' * (e.micro_batch_size != 1)} "
         f"of {height} x {width} pixels{objects}",
         f"PyTorch allocates {e.peak_allocated_gb:.1f} GB in training{evaluation}. The largest "
@@ -65,8 +62,13 @@ def answer_of_plan(plan: Plan) -> str:
         if plan.must_allow:
             lines.append(f"It fits if more may change: --allow {','.join(plan.must_allow)}")
     else:
+        tiers = {step.tier for step in plan.steps}  # the most harmful one tells
+        how = "exact gradients" if tiers else "without a change"
+        how = "other number formats" if "precision" in tiers else how
+        how = "another recipe" if "recipe" in tiers else how
+        if plan.steps and (plan.time_factor or 1) > _MUCH:
+            how += f", time x {plan.time_factor:.2f}"
         fits = f"Fits: {_at_least(e)}{e.device_total_gb:.1f} of {plan.budget_gb:.4g} GB"
-        how = f"{_gradients(plan.steps)}{_slower(plan)}" if plan.steps else "without a change"
         lines = [f"{fits}, {how}"]
         if plan.steps and plan.before is not None:
             before_gb = plan.before.device_total_gb
@@ -134,16 +136,6 @@ def _at_least(e: MemoryEstimate) -> str:
     return "at least " if e.at_least else ""
 
 
-def _each(e: MemoryEstimate) -> str:
-    return "a process" if e.expandable_segments is None else "each GPU"
-
-
-def _range(e: MemoryEstimate) -> str:
-    low, high = e.device_range_gb
-    because = f", because {first_of(e.wider)}" if e.wider else ""
-    return f"Its range: {low:.1f} to {high:.1f} GB{because}"
-
-
 def _objects(e: MemoryEstimate) -> str:
     if e.objects_that_fit is None:
         return ""
@@ -157,28 +149,12 @@ def _unknown(e: MemoryEstimate) -> list[str]:
     return [f"{what}: {first_of(lines)}" for what, lines in named if lines]
 
 
-def _gradients(steps: Sequence[PlanStep]) -> str:
-    """What happens to the gradients, in the words of the most harmful step."""
-    tiers = {step.tier for step in steps}
-    if "recipe" in tiers:
-        return "another recipe"
-    return "other number formats" if "precision" in tiers else "exact gradients"
-
-
-def _slower(plan: Plan) -> str:
-    factor = plan.time_factor
-    return f", time x {factor:.2f}" if factor is not None and factor > _MUCH else ""
-
-
 def _changes(steps: Sequence[PlanStep]) -> list[str]:
     """A line for each step with its keys, and one about what the least exact step changes."""
-    shown, more = steps[:_MOST_STEPS], steps[_MOST_STEPS:]
-    lines = [
-        f"  {_shortened(describe_settings(step.settings), _WIDTH_OF_KEYS)}  ({step.name})"
-        for step in shown
-    ]
-    if more:
-        lines.append(f"  and {len(more)} more: {', '.join(step.name for step in more)}")
+    keys = [_shortened(describe_settings(step.settings), _WIDTH_OF_KEYS) for step in steps]
+    lines = [f"  {of_step}  ({step.name})" for of_step, step in zip(keys, steps[:_MOST_STEPS])]
+    if more := [step.name for step in steps[_MOST_STEPS:]]:
+        lines.append(f"  and {len(more)} more: {', '.join(more)}")
     return [*lines, *[*filter(None, map(_harm, steps))][-1:]]
 
 

@@ -2,22 +2,14 @@
 """The timeline of a job's allocations and frees."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Optional, Union
 
 import numpy as np
 import torch
 
-__all__ = [
-    "Allocate",
-    "Allocation",
-    "BlockCall",
-    "Change",
-    "Event",
-    "Free",
-    "Timeline",
-    "Workspace",
-]
+__all__ = ["Allocate", "Allocation", "BlockCall", "Change", "Free", "Timeline", "Workspace"]
 
 
 @dataclass(eq=False)
@@ -65,11 +57,6 @@ class Workspace:
 class _Change:
     allocation: Allocation
 
-    @property
-    def phase(self) -> str:
-        """Phase of the allocation, also when it is freed later."""
-        return self.allocation.phase
-
 
 class Allocate(_Change):
     @property
@@ -106,7 +93,7 @@ class BlockCall:
     outputs: set[Allocation]
 
 
-@dataclass
+@dataclass(eq=False)
 class Timeline:
     """The events of a dry run.
 
@@ -129,9 +116,7 @@ class Timeline:
 
     def left(self) -> list[Event]:
         """The allocations that are not freed."""
-        gone = {event.allocation for event in self.events if isinstance(event, Free)}
-        made = (event for event in self.events if isinstance(event, Allocate))
-        return [event for event in made if event.allocation not in gone]
+        return [*_left(self.events)]
 
     def more_with_other_algorithms(self) -> int:
         """What the peak of tensors and workspaces grows by, if each workspace is its largest."""
@@ -155,10 +140,14 @@ class Timeline:
     def alive_at_peak(self) -> set[Allocation]:
         changes = self.changes()
         end = int(np.cumsum([0, *(change.num_bytes for change in changes)]).argmax())
-        until_then = changes[:end]
-        gone = {event.allocation for event in until_then if isinstance(event, Free)}
-        return {event.allocation for event in until_then} - gone
+        return {event.allocation for event in _left(changes[:end])}
 
     def changes(self) -> list[Change]:
         """Allocations and frees."""
         return [event for event in self.events if not isinstance(event, Workspace)]
+
+
+def _left(events: Sequence[Event]) -> Iterator[Allocate]:
+    gone = {event.allocation for event in events if isinstance(event, Free)}
+    made = (event for event in events if isinstance(event, Allocate))
+    return (event for event in made if event.allocation not in gone)

@@ -15,7 +15,7 @@ from ..job import boxes_anywhere
 
 __all__ = ["detect_most", "parts_with_roi_heads", "worst_case"]
 
-Note = Callable[[str], None]
+Note = Callable[[str], Any]
 _Size = tuple[int, int]  # height and width in pixels
 
 _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
@@ -42,7 +42,7 @@ def worst_case(model: nn.Module, note: Note) -> Iterator[None]:
             hook.remove()
 
 
-def detect_most(model: nn.Module, batch: Any, note: Note = lambda line: None) -> None:
+def detect_most(model: nn.Module, batch: Any, note: Note = str) -> None:
     """Run a model in evaluation so that it detects the most objects possible.
 
     Detections of Detectron2's ``fast_rcnn_inference`` are as many as the config allows, each as
@@ -72,13 +72,7 @@ def _left_alone(what: str, where: str) -> str:
     )
 
 
-def _give_most(
-    note: Note,
-    generator: Any,
-    heads: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _give_most(note: Note, generator: Any, heads: nn.Module, args: Any, kwargs: Any) -> Any:
     """Replace the proposals that ROI heads are called with, as a forward pre-hook."""
     given = [*args, *kwargs.values()]  # by type: projects and techniques have other names
     proposals = next((value for value in given if _have_boxes(value, "proposal_boxes")), None)
@@ -148,7 +142,7 @@ def _detecting_most(note: Note, function: Callable[..., Any]) -> Callable[..., A
     def fast_rcnn_inference(*args: Any, **kwargs: Any) -> Any:
         # A project's function may have other arguments.
         if len(args) == 6 and len(args[0]) == len(args[1]) == len(args[2]):
-            return _most_detections(*args[1:3], topk_per_image=args[5])
+            return _detections(*args[1:3], args[5])
         note(_left_alone("detections", f"{function.__module__}.{function.__name__}"))
         return function(*args, **kwargs)
 
@@ -164,18 +158,14 @@ def _is_empty(output: Any) -> bool:
     )
 
 
-def _most_detections(
-    scores: list[torch.Tensor], image_shapes: list[_Size], topk_per_image: int
+def _detections(
+    scores: list[torch.Tensor], image_shapes: list[_Size], most: int
 ) -> tuple[list[Instances], list[torch.Tensor]]:
     results, kept = [], []
-    for scores_of_image, size in zip(scores, image_shapes):
-        num = len(scores_of_image)
-        num = num if topk_per_image < 0 else min(topk_per_image, num)
-        result = Instances(size)
-        whole = scores_of_image.new_tensor([0.0, 0.0, size[1], size[0]])
-        result.pred_boxes = Boxes(whole.repeat(num, 1))
-        result.scores = scores_of_image[:num, 0]
-        result.pred_classes = torch.zeros(num, dtype=torch.int64, device=whole.device)
-        results.append(result)
-        kept.append(torch.arange(num, device=whole.device))
+    for of_image, size in zip(scores, image_shapes):
+        best = of_image[: most if most >= 0 else None, 0]
+        boxes = Boxes(best.new_tensor([0.0, 0.0, size[1], size[0]]).repeat(len(best), 1))
+        kept.append(torch.arange(len(best), device=best.device))
+        classes = torch.zeros_like(kept[-1])
+        results.append(Instances(size, pred_boxes=boxes, scores=best, pred_classes=classes))
     return results, kept

@@ -14,7 +14,7 @@ from ..planner.timeline import Workspace
 
 __all__ = ["InferenceEstimate", "estimate_inference"]
 
-_OF_TRAINING = ("gradients", "optimizer", "DDP buckets")  # owners
+_OTHERS = ("gradients", "optimizer", "DDP buckets")  # owners in training
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,11 @@ class InferenceEstimate:
 
     def __str__(self) -> str:
         height, width = self.image_size
-        lines = [
+        return (
             f"Needs {self.device_total_gb:.2f} GB of the device, including its context, for one "
-            f"image of {height} x {width} pixels after resizing",
-            f"{self.peak_allocated_gb:.2f} GB peak allocated",
-        ]
-        return "\n".join([*lines, f"On {self.device}"])
+            f"image of {height} x {width} pixels after resizing\n"
+            f"{self.peak_allocated_gb:.2f} GB peak allocated\nOn {self.device}"
+        )
 
 
 def estimate_inference(job: Job, device_name: Optional[str] = None) -> InferenceEstimate:
@@ -56,11 +55,8 @@ def estimate_inference(job: Job, device_name: Optional[str] = None) -> Inference
     with one_line_errors():
         batch = job.evaluation_batch()
         timeline = Session(job, device.is_gpu, device.foreach).evaluate(batch)
-    kept = [
-        event
-        for event in timeline.events
-        if isinstance(event, Workspace) or event.allocation.owner not in _OF_TRAINING
-    ]
+    events = timeline.events
+    kept = [e for e in events if isinstance(e, Workspace) or e.allocation.owner not in _OTHERS]
     use = device.use(replace(timeline, events=kept), segments_expand(job.budget_gb is not None))
     return InferenceEstimate(
         device=device.description,

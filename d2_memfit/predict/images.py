@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from detectron2.data import Metadata
@@ -61,19 +62,16 @@ def read_images(file: Path, image_format: str, in_tiles: bool = False) -> Iterat
         for frame in _frames(file):
             yield frame[:, :, ::-1] if image_format == "RGB" else frame
         return
-    most = Image.MAX_IMAGE_PIXELS
-    if in_tiles:
-        # Pillow refuses twice this number. An image that is cut takes 20 bytes of RAM per pixel.
-        Image.MAX_IMAGE_PIXELS = 2**27
+    # Pillow refuses twice this number. An image that is cut takes 20 bytes of RAM per pixel.
+    most = 2**27 if in_tiles else Image.MAX_IMAGE_PIXELS
     try:
-        image = read_image(str(file), format=image_format)
+        with patch.object(Image, "MAX_IMAGE_PIXELS", most):
+            image = read_image(str(file), format=image_format)
     except Exception as e:  # each library raises many kinds of errors for damaged files
         if is_out_of_memory(e):
             raise
         advice = ". Try --tile-size" if isinstance(e, Image.DecompressionBombError) else ""
         raise DataError(f"{file} cannot be read ({' '.join(str(e).split())}){advice}") from e
-    finally:
-        Image.MAX_IMAGE_PIXELS = most
     yield image
 
 
@@ -160,9 +158,8 @@ def draw(
     try:
         from detectron2.utils.visualizer import Visualizer
     except ImportError as e:
-        raise ConfigError(
-            f"Detectron2 draws with OpenCV ({e}): pip install opencv-python-headless"
-        ) from e
+        what = f"Detectron2 draws with OpenCV ({e}): pip install opencv-python-headless"
+        raise ConfigError(what) from e
     longer = max(image.shape)
     scale = 1.0 if keeps_size else min(max(1.0, _LEAST_SIDE / longer), _MOST_SIDE / longer)
     visualizer = Visualizer(convert_image_to_rgb(image, image_format), metadata, scale)

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 from torch import nn
 
-from ..common.errors import CheckpointError, ConfigError, DataError
+from ..common.errors import ConfigError, DataError
 from ..engine.checkpoint import MemfitCheckpointer
 from ..job import Job
 from .tiles import Detection, Grid, SeamMerger, found_in_tile, to_coco
 
-__all__ = ["Predictor", "WholeModelCheckpointer", "load_whole_model", "weights_of"]
+__all__ = ["Predictor", "load_whole_model", "weights_of"]
 
 _OVERLAP = 0.2  # share of a tile, as in SAHI
 _MERGE_IOU = 0.5
@@ -39,10 +39,8 @@ def weights_of(config_file: str, configured: str, given: Optional[str]) -> str:
     files = [str(folder / name) for name in (*names, "model_final.pth")]
     weights = given or next(filter(os.path.isfile, files), configured)
     if not weights:
-        raise ConfigError(
-            "--weights: name the file of a trained model. The config names none, and its folder "
-            "has no checkpoint"
-        )
+        what = "--weights: name the file of a trained model"
+        raise ConfigError(f"{what}. The config names none, and its folder has no checkpoint")
     return weights
 
 
@@ -117,9 +115,7 @@ class Predictor:
         pixels = torch.as_tensor(np.ascontiguousarray(resized.image.transpose(2, 0, 1)))
         output = self.model([{"image": pixels, "height": height, "width": width}])[0]
         if "instances" not in output:
-            raise ConfigError(
-                f"a {type(self.model).__name__} finds no objects: its output has no instances"
-            )
+            raise ConfigError(f"a {type(self.model).__name__} finds no objects, of any kind")
         return output["instances"].to("cpu")
 
 
@@ -130,27 +126,7 @@ def load_whole_model(model: nn.Module, weights: str) -> None:
         CheckpointError: the file cannot be read, or has no values for some of the model's
             parameters.
     """
-    checkpointer = WholeModelCheckpointer(model)
+    checkpointer = MemfitCheckpointer(model)
+    checkpointer.needs_all = True
     checkpointer.check(weights, resume=False)
     checkpointer.load(weights)
-
-
-class WholeModelCheckpointer(MemfitCheckpointer):
-    """A checkpointer for weights of the whole model. Missing parameters are an error."""
-
-    def load(self, path: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._path = path
-        return super().load(path, *args, **kwargs)
-
-    def _log_incompatible_keys(self, incompatible: Any) -> None:
-        shapes = [
-            f"{name} has the shape {a}, not {b}" for name, a, b in incompatible.incorrect_shapes
-        ]
-        parameters = dict(self.model.named_parameters())
-        missing = [f"{n} is missing" for n in incompatible.missing_keys if n in parameters]
-        if wrong := [*shapes, *missing]:
-            raise CheckpointError(
-                f"{self._path} does not fit the config: {wrong[0]}, one of {len(wrong)} such of "
-                f"{len(parameters)} parameters. Use the weights of a model that was trained with "
-                "this config, with its classes"
-            )

@@ -47,9 +47,7 @@ class Grid:
     """
 
     def __init__(self, height: int, width: int, size: int, overlap: int) -> None:
-        self.height = height
-        self.width = width
-        self.size = size
+        self.height, self.width, self.size = height, width, size
         self.tops, self.lefts = (
             np.append(np.arange(0, max(length - size, 0), size - overlap), max(length - size, 0))
             for length in (height, width)

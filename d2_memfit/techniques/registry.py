@@ -10,6 +10,7 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from ..common.checks import value_of
+from . import recipes
 from .checkpointing import ActivationCheckpointing
 from .crowds import ChunkedMatching, DenoisingQueries
 from .evaluation_on_host import EvaluationOnHost
@@ -18,16 +19,6 @@ from .host import HostBudget, SharedDataset
 from .masks import PackedMasks
 from .offload import ActivationOffload
 from .optimizer import EightBitOptimizerStates, ShardedOptimizerStates
-from .recipes import (
-    FewerDetections,
-    FrozenModules,
-    MixedPrecision,
-    MoreFrozenStages,
-    OneImageSize,
-    PolygonMasks,
-    SmallerImages,
-    SmallerRoiBatch,
-)
 from .technique import Technique
 
 __all__ = ["TECHNIQUES", "TIERS", "apply_techniques", "get_technique", "ready_to_evaluate"]
@@ -43,9 +34,10 @@ TIERS = ("exact", "precision", "recipe")
 TECHNIQUES: list[Technique] = [
     PackedMasks(), ChunkedMatching(), EvaluationOnHost(), ShardedOptimizerStates(),
     ActivationCheckpointing(), ChunkedHeads(), ActivationOffload(), SharedDataset(), HostBudget(),
-    MixedPrecision(), EightBitOptimizerStates(),
-    PolygonMasks(), DenoisingQueries(), FewerDetections(), SmallerRoiBatch(), OneImageSize(),
-    MoreFrozenStages(), SmallerImages(), FrozenModules(),
+    recipes.MixedPrecision(), EightBitOptimizerStates(),
+    recipes.PolygonMasks(), DenoisingQueries(), recipes.FewerDetections(),
+    recipes.SmallerRoiBatch(), recipes.OneImageSize(), recipes.MoreFrozenStages(),
+    recipes.SmallerImages(), recipes.FrozenModules(),
 ]
 # fmt: on
 

@@ -10,15 +10,14 @@ from d2_memfit.data.coco_file import check_coco_file
 
 
 def test_coins_are_fine(coins):
-    for split, num_images in (("train", 64), ("val", 16)):
-        json_file, folder = str(coins / f"{split}.json"), str(coins / split)
-        file = check_coco_file(f"coins_{split}", json_file, folder, True)
-        assert file.classes == ("coin",)
-        summary = file.summary
-        assert summary.num_images == summary.num_images_with_objects == num_images
-        assert summary.num_objects > num_images
-        assert set(summary.cases) == {"no_keypoints"}
-        assert summary.cases["no_keypoints"].number == summary.num_objects
+    file = check_coco_file("coins_val", str(coins / "val.json"), str(coins / "val"), True)
+    summary = file.summary
+    assert (file.classes, summary.num_images, set(summary.cases)) == (
+        ("coin",),
+        16,
+        {"no_keypoints"},
+    )
+    assert summary.cases["no_keypoints"].number == summary.num_objects > 16
 
 
 def test_classes_are_in_the_order_of_detectron2(coins, tmp_path):
@@ -48,39 +47,20 @@ def set_in_first(key, field, value):
     return change
 
 
-def drop_from_first(key, field):
-    return lambda coco: coco[key][0].pop(field)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda coco: coco.update(images=[]), "empty: the list 'images'"),
-        (lambda coco: coco.pop("images"), "'images' .* is missing"),
         (crowd_only, "empty: .* no annotations, except of crowds"),
-        (drop_from_first("images", "id"), "'images' .* has an entry without id"),
-        (drop_from_first("annotations", "bbox"), "'annotations' .* has an entry without bbox"),
+        (lambda coco: coco["images"][0].pop("id"), "'images' .* has an entry without id"),
         (set_in_first("annotations", "category_id", 9), "category_id 9, but nothing has that id"),
-        (set_in_first("annotations", "image_id", 999), "image_id 999, but nothing has that id"),
-        (set_in_first("images", "id", {"a": 1}), r"'images' .* has the id {'a': 1}, which is no"),
         (set_in_first("annotations", "id", 2), "'annotations' .* has the id 2 more than once"),
-        (
-            set_in_first("images", "file_name", "no.png"),
-            r"1 of \d+ images do not exist.*no\.png",
-        ),
-        (
-            set_in_first("images", "height", 5),
-            r"has \(\d+, \d+\) pixels of .* entry says \(\d+, 5\)",
-        ),
+        (set_in_first("images", "file_name", "no.png"), r"1 of \d+ images do not exist"),
+        (set_in_first("images", "height", 5), r"entry says \(\d+, 5\)"),
         (set_in_first("annotations", "bbox", None), r"the bbox None with the id 1, which is not"),
         (set_in_first("annotations", "bbox", [1, 2, 3, float("nan")]), r"nan\] with the id 1,"),
-        (set_in_first("annotations", "bbox", [10**400, 1, 1, 1]), r"the bbox \[1000"),
         (set_in_first("categories", "name", 7), "has the name 7 with the id 1, which is not a te"),
-        (set_in_first("images", "height", float("nan")), "has the height nan with the id 0, which"),
-        (
-            lambda coco: coco["categories"].append({"id": "x", "name": "note"}),
-            "has numbers and texts as id: use one type for all",
-        ),
+        (lambda coco: coco["categories"].append({"id": "x", "name": "note"}), "use one type"),
     ],
 )
 def test_a_coco_file_that_cannot_be_trained_on_is_explained(coins, tmp_path, change, message):

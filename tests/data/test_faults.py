@@ -87,28 +87,19 @@ NO_BOX = "objects have a bbox that is not four numbers"
 BAD_CLASS = "objects have a category_id that is not an integer from 0 up"
 WRONG = [
     ({"bbox": [NAN, 1, 2, 3]}, BAD_BOX),
-    ({"bbox": [9, 9, -4, 3]}, BAD_BOX),
     ({"bbox": [9, 9, 4, 3], "bbox_mode": BoxMode.XYXY_ABS}, BAD_BOX),
-    ({"bbox": [9, 9, 1e-30, 5]}, BAD_BOX),
     ({"bbox": [12, 9, 20, 18]}, "boxes exceed their image, but would fit it as [x0, y0, x1, y1]"),
     ({"bbox": [40, 9, 5, 5]}, "boxes exceed their image. Detectron2's"),
-    ({"bbox": [-9, 9, 15, 5]}, "boxes exceed their image. Detectron2's"),
-    ({"bbox": [9, 9, 40, 15], "bbox_mode": BoxMode.XYXY_ABS}, "boxes exceed their image. Det"),
     ({"bbox": [0.1, 0.2, 0.5, 0.5]}, "boxes have numbers from 0 to 1"),
     ({"bbox": [9, 9, 4]}, NO_BOX),
-    ({"bbox": ...}, NO_BOX),
     ({"bbox": "9 9 4 4"}, NO_BOX),
     ({"category_id": 2}, "objects have a category_id outside 0 to 1 (2), while MODEL.ROI_HEADS."),
-    ({"category_id": -1}, BAD_CLASS),
     ({"category_id": "coin"}, BAD_CLASS),
     ({"segmentation": ...}, "objects have no mask"),
     ({"segmentation": [[*TRIANGLE, 1]]}, BAD_MASK),
     ({"segmentation": code_of()}, "masks are run-length codes. Set it to bitmask"),
     ({"segmentation": code_of((30, 20))}, BAD_MASK),
-    ({"segmentation": {"size": [20, 30]}}, BAD_MASK),
     ({"segmentation": {"size": [20, 30], "counts": b"`4X"}}, BAD_MASK),  # cut off
-    ({"segmentation": {"size": [20, 30], "counts": [100, 8, 400]}}, BAD_MASK),  # too few pixels
-    ({"segmentation": "abc"}, BAD_POLYGON),
     ({"segmentation": [[10**400, *TRIANGLE[1:]]]}, BAD_POLYGON),
 ]
 
@@ -174,12 +165,7 @@ def save_turned(image, file):
     ("suffix", "save", "message"),
     [
         ("png", lambda image, file: None, "1 of 2 images do not exist"),
-        (
-            "png",
-            lambda image, file: file.write_bytes(b""),
-            "1 of 2 opened images cannot be decoded",
-        ),
-        ("jpg", lambda image, file: file.mkdir(), "1 of 2 images do not exist"),
+        ("png", lambda image, file: file.write_bytes(b""), "1 of 2 opened images cannot be"),
         ("jpg", lambda image, file: image.resize((9, 9)).save(file), "has (9, 9) pixels of width"),
         ("jpg", save_turned, "another size than their dict says. Detectron2 rotates"),
         ("png", save_turned, "another size than their dict says"),
@@ -196,18 +182,6 @@ def test_images_are_looked_into(tmp_path, suffix, save, message):
     (warning,) = warnings_about(None, summary, None)
     assert message in warning
     assert f"1.{suffix}" in warning
-
-
-def test_the_images_that_are_opened_do_not_depend_on_the_disk(tmp_path, monkeypatch):
-    """2,000 at most, the same ones each time; all must exist."""
-    Image.new("RGB", (30, 20)).save(tmp_path / "0.png")
-    for number in range(1, 4500):
-        (tmp_path / f"{number}.png").symlink_to("0.png")
-    dicts = [{"file_name": str(tmp_path / f"{i}.png"), "height": 20} for i in range(4501)]
-    summary = look_at_annotations(dicts)
-    look_at_images(summary, dicts)
-    assert summary.num_opened == 1500  # every third
-    assert summary.cases["missing"].examples == [str(tmp_path / "4500.png")]
 
 
 def test_names_command_no_terminal(tmp_path):

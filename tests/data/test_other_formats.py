@@ -16,76 +16,50 @@ OF_YOLO, OF_VOC = blocks(ROOT / "docs" / "GETTING_STARTED.md", "python", until="
 CODE = {"my_yolo/images": OF_YOLO, "my_voc/JPEGImages": OF_YOLO.replace(LINE_OF_YOLO, OF_VOC)}
 
 
-def polygons_by_image(coins):
-    """Outlines of coins by photograph, between pixels. Every third large one is in two parts."""
-    coco = json.loads((coins / "val.json").read_text())
-    found = {}
+def outlines_by_image(coins):
+    """Sizes of photographs and outlines of their coins, between pixels."""
+    coco, found = json.loads((coins / "val.json").read_text()), {}
     for image in coco["images"]:
-        of_image = [a for a in coco["annotations"] if a["image_id"] == image["id"]]
-        outlines = [np.reshape(a["segmentation"][0], (-1, 2)) + 0.37 for a in of_image]
-        size = image["width"], image["height"]
-        found[image["file_name"]] = (
-            size,
-            [
-                halves(outline) if number % 3 == 0 and np.ptp(outline[:, 0]) > 30 else [outline]
-                for number, outline in enumerate(outlines)
-            ],
-        )
+        outlines = [
+            np.reshape(a["segmentation"][0], (-1, 2)) + 0.37
+            for a in coco["annotations"]
+            if a["image_id"] == image["id"]
+        ]
+        found[image["file_name"]] = (image["width"], image["height"]), outlines
     return found
 
 
-def halves(outline):
-    """The left and the right of an outline, with a gap."""
-    middle = outline[:, 0].mean()
-    return [
-        np.stack([side(outline[:, 0], middle + gap), outline[:, 1]], axis=1)
-        for side, gap in ((np.minimum, -3), (np.maximum, 3))
-    ]
-
-
-def write_yolo(folder, photographs, polygons):
+def write_yolo(folder, photographs, outlines):
     shutil.copytree(photographs, folder / "images")
     (folder / "labels").mkdir()
     (folder / "data.yaml").write_text("names: [coin]\n")
-    for name, (size, objects) in polygons.items():
-        rows = [
-            " ".join(
-                map(
-                    str, [0, *np.concatenate([*parts, *(part[:1] for part in parts[::-1])]).ravel()]
-                )
-            )
-            for parts in ([part / size for part in parts] for parts in objects)
-        ]
+    for name, (size, objects) in outlines.items():
+        rows = [" ".join(map(str, [0, *(outline / size).ravel()])) for outline in objects]
         (folder / "labels" / name).with_suffix(".txt").write_text("\n".join(rows))
 
 
-def write_voc(folder, photographs, polygons):
+def write_voc(folder, photographs, outlines):
     shutil.copytree(photographs, folder / "JPEGImages")
     (folder / "Annotations").mkdir()
-    for name, (_, objects) in polygons.items():
+    for name, (_, objects) in outlines.items():
         text = ""
-        for parts in objects:
-            (x0, y0), (x1, y1) = (f(np.concatenate(parts), axis=0) for f in (np.min, np.max))
+        for outline in objects:
+            (x0, y0), (x1, y1) = outline.min(axis=0), outline.max(axis=0)
+            corners = enumerate(outline + 1, 1)
+            polygon = "".join(f"<x{i}>{x}</x{i}><y{i}>{y}</y{i}>" for i, (x, y) in corners)
             text += (
                 f"<object><name>coin</name><bndbox><xmin>{x0 + 1}</xmin><ymin>{y0 + 1}</ymin>"
-                f"<xmax>{x1}</xmax><ymax>{y1}</ymax></bndbox>"
+                f"<xmax>{x1}</xmax><ymax>{y1}</ymax></bndbox><polygon>{polygon}</polygon></object>"
             )
-            for part in parts:
-                corners = enumerate(part + 1, 1)
-                text += "<polygon>"
-                text += "".join(f"<x{i}>{x}</x{i}><y{i}>{y}</y{i}>" for i, (x, y) in corners)
-                text += "</polygon>"
-            text += "</object>"
         file = (folder / "Annotations" / name).with_suffix(".xml")
         file.write_text(f"<annotation>{text}</annotation>")
 
 
-def overlap(size, parts, annotation):
-    """IoU of an object's parts and of its converted mask."""
-    width, height = size
+def overlap(size, outline, annotation):
+    """IoU of an object and of its converted mask."""
     one, other = (
-        coco_masks.merge(coco_masks.frPyObjects([list(map(float, p)) for p in mask], height, width))
-        for mask in ([part.ravel() for part in parts], annotation["segmentation"])
+        coco_masks.merge(coco_masks.frPyObjects([list(map(float, p)) for p in mask], *size[::-1]))
+        for mask in ([outline.ravel()], annotation["segmentation"])
     )
     return float(coco_masks.iou([one], [other], [0])[0, 0])
 
@@ -96,27 +70,25 @@ def test_the_lines_of_the_page_keep_all_objects_and_train_takes_them(
 ):
     pytest.importorskip("supervision")
     monkeypatch.chdir(tmp_path)
-    polygons = polygons_by_image(coins)
+    outlines = outlines_by_image(coins)
     name = images.partition("/")[0]
-    (write_yolo if name == "my_yolo" else write_voc)(tmp_path / name, coins / "val", polygons)
+    (write_yolo if name == "my_yolo" else write_voc)(tmp_path / name, coins / "val", outlines)
     exec(CODE[images])
 
     coco = json.loads((tmp_path / "annotations.json").read_text())
     assert [c["name"] for c in coco["categories"]] == ["coin"]
-    annotations = coco["annotations"]
+    annotations, overlaps = coco["annotations"], []
     assert [a["id"] for a in annotations] == list(range(1, len(annotations) + 1))
-    assert {a["iscrowd"] for a in annotations} == {0}
-    overlaps = []
     for image in coco["images"]:
-        size, objects = polygons[image["file_name"]]
+        size, objects = outlines[image["file_name"]]
         converted = [a for a in annotations if a["image_id"] == image["id"]]
         assert len(objects) == len(converted)
-        for parts, annotation in zip(objects, converted):
-            overlaps.append(overlap(size, parts, annotation))
+        for outline, annotation in zip(objects, converted):
+            overlaps.append(overlap(size, outline, annotation))
             x, y, w, h = annotation["bbox"]
-            corners = np.concatenate(parts)
-            expected = [*corners.min(axis=0), *corners.max(axis=0)]
+            expected = [*outline.min(axis=0), *outline.max(axis=0)]
             assert np.allclose([x, y, x + w, y + h], expected, atol=1e-3)
+            assert annotation["iscrowd"] == 0
     assert np.mean(overlaps) > 0.95
     assert min(overlaps) > 0.85
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from criteria import get_world_size, is_initialized
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import get_event_storage
 from torch import nn
@@ -84,14 +85,6 @@ def criterion(**kwargs):
         return kind
 
     return listed
-
-
-def is_initialized():
-    return dist.is_available() and dist.is_initialized()
-
-
-def get_world_size():
-    return dist.get_world_size() if is_initialized() else 1
 
 
 def summed(count):

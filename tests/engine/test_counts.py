@@ -4,6 +4,7 @@ counts of their batch.
 """
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -229,39 +230,27 @@ def test_ranks_hear_of_one_that_has_no_memory_to_check_or_to_count(two_ranks):
     assert "CUDA out of memory" in counted
 
 
-class Synchronised(Detr):
-    """With a normalisation over all ranks."""
-
-    def forward(self, batch):
-        mean = self.features(batch).mean((2, 3)).mean(0)
-        if get_world_size() > 1:
-            mean = mean.detach().repeat(4)
-            dist.all_reduce(mean)
-        return super().forward(batch)
+COLLECTIVES = {
+    "all_reduce": lambda mean: dist.all_reduce(mean.detach().repeat(32)),
+    "all_gather": lambda _: dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1)),
+    "broadcast": lambda _: dist.broadcast(torch.ones(1), 0),
+    "SyncBatchNorm": torch.distributed.nn.all_reduce,  # which itself needs GPUs
+}
 
 
-class Gathers(Detr):
-    def forward(self, batch):
-        if get_world_size() > 1:
-            dist.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
-        return super().forward(batch)
+class Communicates(Detr):
+    """With a collective of its own in each forward, as a normalisation over all ranks has one."""
 
-
-class Broadcasts(Detr):
-    def forward(self, batch):
-        if get_world_size() > 1:
-            dist.broadcast(torch.ones(1), 0)
-        return super().forward(batch)
-
-
-class SyncBatchNorm(Detr):
-    """As torch.nn.SyncBatchNorm, which needs GPUs."""
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
 
     def forward(self, batch):
         losses = super().forward(batch)
         if get_world_size() > 1:
-            mean = torch.distributed.nn.all_reduce(self.features(batch).mean())
-            losses["loss_bbox"] = losses["loss_bbox"] + 0 * mean
+            result = COLLECTIVES[self.name](self.features(batch).mean())
+            if self.name == "SyncBatchNorm":
+                losses["loss_bbox"] = losses["loss_bbox"] + 0 * result
         return losses
 
 
@@ -272,10 +261,10 @@ def expected_error(rank, num_ranks, kind, parts, policy, options):
 
 
 @pytest.mark.parametrize("policy", ["window", "off"])
-@pytest.mark.parametrize("kind", [Synchronised, Gathers, Broadcasts, SyncBatchNorm])
-def test_split_with_a_model_that_communicates_is_an_error_on_all_ranks(kind, policy, two_ranks):
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_split_with_a_model_that_communicates_is_an_error_on_all_ranks(name, policy, two_ranks):
     parts = [[[annotated_images((2, 3))]] * 2]
-    options = {"recovery": RecoveryOptions()}
+    kind, options = partial(Communicates, name), {"recovery": RecoveryOptions()}
     errors = two_ranks.run(expected_error, 2, kind, parts, policy, options)
     assert errors[0] == errors[1]
     assert " in engine/test_counts.py:" in errors[0]
@@ -294,8 +283,8 @@ def test_equal_cuts_of_a_model_that_communicates_are_trained(two_ranks):
     images = annotated_images((10, 3, 0, 5))
     parts = [[[images[:1], images[1:2]], [images[2:3], images[3:]]]]
     full, _ = gradients(Detr, [[images]])
-    options = {"accumulation_steps": 2}
-    for actual, (log,) in two_ranks.run(with_warnings, 2, Synchronised, parts, "window", options):
+    kind, options = partial(Communicates, "all_reduce"), {"accumulation_steps": 2}
+    for actual, (log,) in two_ranks.run(with_warnings, 2, kind, parts, "window", options):
         assert max(differences(actual, full)) < 2e-7
         assert "all_reduce in engine/test_counts.py:" in log
 
@@ -318,32 +307,23 @@ class Matches(Detector):
         indices = [
             (torch.arange(n), torch.arange(n)) for n in (2 * len(x["instances"]) + 1 for x in batch)
         ]
-        return self.losses(outputs, batch, indices)
-
-    def losses(self, outputs, batch, indices):
         return self.criterion.get_loss("loss", outputs, batch, indices, 1, log=False)
 
 
-class MatchesByName(Matches):
-    def losses(self, outputs, batch, indices):
-        get_loss = self.criterion.get_loss
-        return get_loss("loss", outputs, num_boxes=1, indices=indices, targets=batch)
-
-
-@pytest.mark.parametrize("kind", [Matches, MatchesByName])
-def test_a_known_criterion_is_divided_by_the_count_of_the_window(kind):
+def test_a_known_criterion_is_divided_by_the_count_of_the_window():
     images = images_of()
-    full, _ = gradients(kind, [[window] for window in images])
+    full, _ = gradients(Matches, [[window] for window in images])
     divide, options = CUTS["4 x 1"]
-    actual, _ = gradients(kind, list(map(divide, images)), **options)
+    actual, _ = gradients(Matches, list(map(divide, images)), **options)
     assert max(differences(actual, full)) < 1e-12
 
 
-class InPlace(Detector):
-    """Limits its count in place."""
+class Checkpointed(Detector):
+    """Its criterion is computed again in the backward, and limits its count in place."""
 
     def forward(self, batch):
-        return {"loss": self.criterion(self.features(batch).flatten(1).abs(), batch)}
+        scores = self.features(batch).flatten(1).abs()
+        return {"loss": checkpoint(self.criterion, scores, batch, use_reentrant=False)}
 
     def criterion(self, scores, batch):
         count = torch.tensor([float(sum(len(x["instances"]) for x in batch))])
@@ -352,12 +332,6 @@ class InPlace(Detector):
             count /= dist.get_world_size()
         count.clamp_(min=1)
         return scores.square().sum() / count[0]
-
-
-class Checkpointed(InPlace):
-    def forward(self, batch):
-        scores = self.features(batch).flatten(1).abs()
-        return {"loss": checkpoint(self.criterion, scores, batch, use_reentrant=False)}
 
 
 @pytest.mark.parametrize("fails", [1, 4, 9, 13])

@@ -7,8 +7,10 @@ import pytest
 import torch
 from detectron2.engine import DefaultTrainer, hooks
 from detectron2.utils.env import seed_all_rng
-from tiny import images, parameters, tiny_cfg
+from test_docs import blocks
+from tiny import ROOT, images, parameters, tiny_cfg
 
+import d2_memfit
 from d2_memfit import MemfitTrainer
 
 
@@ -188,3 +190,22 @@ def test_a_rank_with_two_accumulation_steps_scales_a_recipe_as_two_ranks():
     scaled = MemfitTrainer.auto_scale_workers(cfg, 1).SOLVER
     assert (scaled.IMS_PER_BATCH, scaled.ACCUMULATION_STEPS, scaled.BASE_LR) == (2, 2, 0.005)
     assert (scaled.MAX_ITER, scaled.STEPS, scaled.WARMUP_ITERS) == (360000, (240000,), 4000)
+
+
+def test_the_lines_of_the_page_keep_the_best(cfg, monkeypatch):
+    """The class in docs/GETTING_STARTED.md, derived from one whose evaluations have some APs."""
+    (code,) = (b for b in blocks(ROOT / "docs" / "GETTING_STARTED.md", "python") if "Best" in b)
+    aps, names = iter((10.0, 30.0, 20.0)), {}
+
+    class Evaluated(FixedTrainer):
+        @classmethod
+        def test(cls, cfg, model, evaluators=None):
+            return {"bbox": {"AP": next(aps)}}
+
+    monkeypatch.setattr(d2_memfit, "MemfitTrainer", Evaluated)
+    exec(code, names)
+    cfg.TEST.EVAL_PERIOD = 1
+    train(names["Trainer"], cfg)
+    for name, iteration in (("best", 1), ("final", 2)):
+        file = f"{cfg.OUTPUT_DIR}/model_{name}.pth"
+        assert torch.load(file, weights_only=True)["trainer"]["iteration"] == iteration

@@ -2,13 +2,14 @@
 """Iterations on several ranks."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from detectron2.engine import SimpleTrainer
-from detectron2.utils.events import EventStorage
+from injection import iterate
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
@@ -23,12 +24,7 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
 
 
-def run(trainer, num_iterations=NUM_ITERATIONS):
-    with EventStorage() as storage:
-        for trainer.iter in range(num_iterations):
-            storage.iter = trainer.iter
-            trainer.run_step()
-    return storage
+run = partial(iterate, num_iterations=NUM_ITERATIONS)
 
 
 def proposal_network():
@@ -167,7 +163,7 @@ def train_waiting(rank, flag):
                 return original(*args, **kwargs)
 
             patch.setattr(dist, name, recorded)
-        run(trainer, 1)
+        iterate(trainer, 1)
     return calls
 
 
@@ -227,7 +223,7 @@ def train_on_nan(rank):
     model.module.forward = lambda batch: {"loss": model.module.always.sum() * (nan if rank else 1)}
     trainer = AccumulatingTrainer(model, loader * 2, sgd(model), 2)
     with pytest.raises(FloatingPointError) as e:
-        run(trainer, 1)
+        iterate(trainer, 1)
     return str(e.value), model.module.always.tolist()
 
 

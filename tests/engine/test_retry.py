@@ -8,7 +8,6 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from detectron2.modeling.meta_arch import retinanet
-from detectron2.utils.events import EventStorage
 from fvcore.nn import sigmoid_focal_loss
 from injection import (
     FailingTrainer,
@@ -26,7 +25,6 @@ from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
-from d2_memfit.engine.oom_log import OomLog
 from d2_memfit.memory import TensorMeter
 
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
@@ -428,14 +426,3 @@ def test_a_failed_attempt_is_freed_before_its_state_is_restored(run, around, mon
         gc.enable()
     assert len(at_restore) == len(at_error) >= 1
     assert max(at_restore) - at_start[0] < 0.1 * (at_error[0] - at_start[0])
-
-
-def record_of(output_dir="", model=None):
-    options = RecoveryOptions(output_dir=str(output_dir), budget_gb=6)
-    return OomLog(options, model or tiny_model(tiny_cfg()))
-
-
-def event(num_images=2):
-    error = torch.OutOfMemoryError("CUDA out of memory")
-    with EventStorage(7):
-        return record_of().event(error, "forward", images(num_images, size=70))

@@ -5,7 +5,7 @@ import inspect
 from contextlib import suppress
 
 import pytest
-from detectron2.utils.events import EventStorage, get_event_storage
+from detectron2.utils.events import EventStorage
 
 from d2_memfit.engine.storage import WindowStorage
 
@@ -16,20 +16,6 @@ def storage():
         storage.put_scalar("x", 1.0)
         storage.put_scalar("old", 5.0)
         yield storage
-
-
-def test_scalars_become_one_mean_weighted_by_images(storage):
-    storage.iter = 8
-    with WindowStorage(storage) as window:
-        for num_images, value in ((3, 1.0), (1, 5.0)):
-            window.num_images = num_images
-            get_event_storage().put_scalar("x", value)
-            with get_event_storage().name_scope("inner"):
-                get_event_storage().put_scalar("y", value, False)
-    window.write()
-    assert storage.history("x").values() == [(1.0, 7), (2.0, 8)]
-    assert storage.history("inner/y").values() == [(2.0, 8)]
-    assert storage.smoothing_hints()["inner/y"] is False
 
 
 def test_a_rewind_drops_later_scalars_and_the_name_scope_that_an_error_left_open(storage):

@@ -2,12 +2,14 @@
 """Iterations of real and toy models, against Detectron2's and a plain loop."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from detectron2.engine import SimpleTrainer
 from detectron2.solver.build import maybe_add_gradient_clipping
 from detectron2.utils.events import EventStorage, get_event_storage
+from injection import iterate
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
@@ -21,13 +23,7 @@ def sgd(model, lr=0.01):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
 
 
-def run(trainer, num_iterations=NUM_ITERATIONS):
-    """Iterations as TrainerBase.train makes them; returns the event storage."""
-    with EventStorage() as storage:
-        for trainer.iter in range(num_iterations):
-            storage.iter = trainer.iter
-            trainer.run_step()
-    return storage
+run = partial(iterate, num_iterations=NUM_ITERATIONS)
 
 
 def values(storage, name):
@@ -151,7 +147,7 @@ def test_clipping_sees_the_complete_gradient(clip_type, value, norm_type):
 def test_metrics_are_means_over_images_with_one_entry_per_iteration():
     model = ToyModel()
     loader = [toys(1, 2, 3), toys(10), toys(4, 5, 6), toys(20)]
-    storage = run(
+    storage = iterate(
         AccumulatingTrainer(model, loader, torch.optim.SGD(model.parameters(), 0.0), 2), 2
     )
     assert values(storage, "loss_a") == [4.0, 35 / 4]
@@ -177,7 +173,7 @@ def test_the_loader_is_asked_for_a_batch_only_when_it_is_needed():
 
     model = ToyModel()
     model.register_forward_hook(lambda *_: order.append("forward"))
-    run(AccumulatingTrainer(model, loader(), sgd(model), 3), 2)
+    iterate(AccumulatingTrainer(model, loader(), sgd(model), 3), 2)
     assert order[-6:] == ["batch", "forward"] * 3, "in all windows but the first"
 
 
@@ -185,7 +181,7 @@ def test_the_loader_is_asked_for_a_batch_only_when_it_is_needed():
 def test_old_gradients_are_gone_before_the_forward(steps):
     model, gradients = ToyModel(), []
     model.register_forward_pre_hook(lambda module, args: gradients.append(module.weight.grad))
-    run(AccumulatingTrainer(model, [toys(1), toys(2)] * steps, sgd(model), steps), 2)
+    iterate(AccumulatingTrainer(model, [toys(1), toys(2)] * steps, sgd(model), steps), 2)
     assert gradients[0] is gradients[-steps] is None
     assert model.weight.grad.item() == (4.5 if steps == 2 else 6)  # of the second iteration alone
 
@@ -208,7 +204,7 @@ def test_a_loader_that_ends_within_a_window_is_named_and_nothing_is_stepped():
     with pytest.raises(DataError, match="ended after 1 of the 2 batches"):
         run(trainer)
     after_one_step = ToyModel()
-    run(AccumulatingTrainer(after_one_step, [toys(1), toys(2)], sgd(after_one_step), 2), 1)
+    iterate(AccumulatingTrainer(after_one_step, [toys(1), toys(2)], sgd(after_one_step), 2), 1)
     assert torch.equal(model.weight, after_one_step.weight)
 
 
@@ -218,7 +214,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_step(log):
     loader = [toys(1), toys(1e35), toys(1), toys(1), toys(1), toys(1)]
     trainer = AccumulatingTrainer(model, loader, optimizer, 3, "fp16")
     scale = trainer.precision.scaler.get_scale()
-    run(trainer, 1)
+    iterate(trainer, 1)
     assert model.weight.item() == 1.0
     assert trainer.precision.scaler.get_scale() == scale / 2
     assert log.text.count("Iteration 0: gradients overflowed float16") == 1
@@ -241,9 +237,9 @@ def test_accumulation_needs_the_memory_of_one_micro_batch(family):
         trainer = AccumulatingTrainer(
             model, cut([batch] * 9, [size] * (num_images // size)), sgd(model), steps
         )
-        run(trainer, 1)  # of the first window, images are kept
+        iterate(trainer, 1)  # of the first window, images are kept
         with TensorMeter() as meter:
-            run(trainer, 1)
+            iterate(trainer, 1)
         peaks[steps, size] = meter.peak_bytes
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
     assert peaks[num_images, 1] <= peaks[1, 1] + 1.01 * gradients

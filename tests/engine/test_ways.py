@@ -6,15 +6,13 @@ import io
 import resource
 
 import torch
-from detectron2.data import DatasetCatalog
 from detectron2.utils import comm
-from resumed import coins_cfg
+from resumed import coins_cfg, register_coins
 from tiny import read_metrics
 
 from d2_memfit.cli import train as command
 from d2_memfit.common.files import FolderLock
 from d2_memfit.config.load import load_cfg
-from d2_memfit.data.registration import register_coco
 from d2_memfit.memory import enforce_budget, process_memory
 
 
@@ -51,7 +49,7 @@ def error_of(folder, keys, resume=False):
 
 def train_with_all(rank, folder, coins):
     """What a run with a budget and a monitor leaves."""
-    known(coins)
+    register_coins(coins)
     budget = process_memory().data_bytes / 2**30 + 20
     keys = {"MEMFIT.MONITOR.PERIOD": 1, "MEMFIT.BUDGET_GB": budget, "TEST.EVAL_PERIOD": 1}
     try:
@@ -59,12 +57,6 @@ def train_with_all(rank, folder, coins):
         return resource.getrlimit(resource.RLIMIT_DATA)[0] / 2**30 - budget
     finally:
         enforce_budget(None, "cpu")
-
-
-def known(coins):
-    for split in ("train", "val"):
-        if f"coins_{split}" not in DatasetCatalog:
-            register_coco(f"coins_{split}", str(coins / f"{split}.json"), str(coins / split))
 
 
 def test_budget_and_monitor_work_on_two_ranks(coins, tmp_path, two_ranks):
@@ -79,7 +71,7 @@ def test_budget_and_monitor_work_on_two_ranks(coins, tmp_path, two_ranks):
 
 
 def resume_in_two_folders(rank, folder, coins):
-    known(coins)
+    register_coins(coins)
     assert error_of(folder / "one", {}) == ""
     return error_of(folder / ("one" if rank == 0 else "other"), {"SOLVER.MAX_ITER": 4}, True)
 
@@ -90,7 +82,7 @@ def test_ranks_that_would_go_on_from_different_iterations_are_told(coins, tmp_pa
 
 
 def train_in_a_folder_in_use(rank, folder, coins):
-    known(coins)
+    register_coins(coins)
     lock = FolderLock(str(folder)) if rank == 1 else None  # the first rank is another process
     comm.synchronize()
     try:

@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Limits are set in processes of their own; a limit on the test run would be one on all tests."""
 
-import math
 import os
 import sys
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from detectron2.engine.hooks import CallbackHook
 from forks import run_forked
+from made_up_card import GB, made_up_card
 from monitored import cheap_trainer
 from tiny import run_process
 
@@ -16,7 +16,6 @@ from d2_memfit.common.errors import ConfigError
 from d2_memfit.engine.hooks import EnforceBudget
 from d2_memfit.memory import (
     auto_budget_gb,
-    budget,
     enforce_budget,
     process_memory,
 )
@@ -129,82 +128,49 @@ def test_auto_is_the_ram_that_is_available_shared_by_ranks():
         auto_budget_gb("cpu", host_bytes=2**50)
 
 
-class Card:
-    """What PyTorch says of a GPU, and the limit of its allocator. GB of 2^30 bytes."""
+def test_on_a_gpu_the_allocator_gets_what_context_and_kernels_leave(log):
+    with made_up_card(total_gb=5.79, outside_gb=0.4) as card:
+        enforce_budget(5, "cuda")
+        assert card.share * 5.79 == pytest.approx(4.6)
+        assert "PyTorch's allocator may take 4.60 GB of the GPU" in log.text
+        for wrong in (6, 0.3):
+            with pytest.raises(ConfigError, match=rf"{wrong} is more than the 5.79 GB of .*--card"):
+                enforce_budget(wrong, "cuda")
+            assert card.share * 5.79 == pytest.approx(4.6)
+        trainer, limits = cheap_trainer(), []
 
-    def __init__(self, monkeypatch, total_gb, context_gb, others_gb=0):
-        self.total_gb, self.context_gb, self.others_gb = total_gb, context_gb, others_gb
-        self.share = 1.0
-        self.reserved_gb = 0
-        self.gb = 2**30
-        fakes = {
-            "is_available": lambda: True,
-            "current_device": lambda: 0,
-            "mem_get_info": lambda _: (int(self.free_gb * self.gb), int(total_gb * self.gb)),
-            "memory_reserved": lambda _: int(self.reserved_gb * self.gb),
-            "get_device_name": lambda _: "NVIDIA Test",
-            "set_per_process_memory_fraction": self._limit,
-        }
-        for name, fake in fakes.items():
-            monkeypatch.setattr(torch.cuda, name, fake, raising=False)
-        monkeypatch.setattr(budget, "_others", {})  # of another card
+        def step(_):
+            limits.append(round(card.share * 5.79, 2))
+            card.outside_bytes += GB // 10
 
-    def _limit(self, share, _):
-        self.share = math.nextafter(share, 0)  # PyTorch rounds to bytes
-
-    @property
-    def free_gb(self):
-        return self.total_gb - self.context_gb - self.others_gb - self.reserved_gb
-
-    @property
-    def limit_gb(self):
-        return self.share * self.total_gb
+        trainer.register_hooks([CallbackHook(after_step=step), EnforceBudget(5, "cuda")])
+        trainer.train(0, 3)  # kernels are loaded
+        assert limits == [4.6, 4.5, 4.4]
+        assert not trainer.model._forward_hooks
+        enforce_budget(None, "cuda")
+        assert card.share == 1
 
 
-def test_on_a_gpu_the_allocator_gets_what_context_and_kernels_leave(monkeypatch, log):
-    card = Card(monkeypatch, total_gb=5.79, context_gb=0.4)
-    enforce_budget(5, "cuda")
-    assert card.limit_gb == pytest.approx(4.6)
-    assert "PyTorch's allocator may take 4.60 GB of the GPU" in log.text
-    for wrong in (6, 0.3):
-        text = rf"{wrong} is more than the 5.79 GB of NVIDIA Test, or less than .* 0.40 GB.*--card"
-        with pytest.raises(ConfigError, match=text):
-            enforce_budget(wrong, "cuda")
-        assert card.limit_gb == pytest.approx(4.6)
-    trainer, limits = cheap_trainer(), []
-
-    def step(_):
-        limits.append(round(card.limit_gb, 2))
-        card.context_gb += 0.1
-
-    trainer.register_hooks([CallbackHook(after_step=step), EnforceBudget(5, "cuda")])
-    trainer.train(0, 3)  # kernels are loaded
-    assert limits == [4.6, 4.5, 4.4]
-    assert not trainer.model._forward_hooks
-    enforce_budget(None, "cuda")
-    assert card.share == pytest.approx(1)
+def test_on_a_gpu_that_others_use_their_memory_is_not_taken_for_the_context(log):
+    with made_up_card(total_gb=11, outside_gb=4.4) as card:
+        enforce_budget(8, "cuda")
+        assert card.share * 11 == pytest.approx(8 - 1)
+        assert "BUDGET_GB 8: others leave 7.60 GB of the GPU" in log.text
+        card.outside_bytes += 2 * GB  # another job begins, and its memory is not the context
+        enforce_budget(8, "cuda")
+        assert card.share * 11 == pytest.approx(8 - 1)
+        enforce_budget(None, "cuda")
 
 
-def test_on_a_gpu_that_others_use_their_memory_is_not_taken_for_the_context(monkeypatch, log):
-    card = Card(monkeypatch, total_gb=11, context_gb=0.4, others_gb=4)
-    enforce_budget(8, "cuda")
-    assert card.limit_gb == pytest.approx(8 - 1)
-    assert "BUDGET_GB 8: others leave 7.60 GB of the GPU" in log.text
-    card.others_gb = 6  # another job begins, and its memory is not the context
-    enforce_budget(8, "cuda")
-    assert card.limit_gb == pytest.approx(8 - 1)
-    enforce_budget(None, "cuda")
-
-
-def test_auto_on_a_gpu_is_what_is_free_less_a_margin(monkeypatch):
-    card = Card(monkeypatch, total_gb=5.79, context_gb=0.4, others_gb=0.3)
-    budget_gb = auto_budget_gb("cuda")
-    assert budget_gb == pytest.approx(5.79 - 0.25)
-    enforce_budget(budget_gb, "cuda")
-    assert card.limit_gb < card.free_gb
-    card.reserved_gb = 2  # measured again in the middle of a run it is the same
-    assert auto_budget_gb("cuda") == pytest.approx(budget_gb)
-    enforce_budget(None, "cuda")
-    card.others_gb = 3.4
-    with pytest.raises(ConfigError, match="auto: nothing is free on the device cuda"):
-        auto_budget_gb("cuda")
+def test_auto_on_a_gpu_is_what_is_free_less_a_margin():
+    with made_up_card(total_gb=5.79, outside_gb=0.7) as card:
+        budget_gb = auto_budget_gb("cuda")
+        assert budget_gb == pytest.approx(5.79 - 0.25)
+        enforce_budget(budget_gb, "cuda")
+        assert card.share * card.total_bytes < torch.cuda.mem_get_info()[0]
+        card.reserved_bytes = 2 * GB  # measured again in the middle of a run it is the same
+        assert auto_budget_gb("cuda") == pytest.approx(budget_gb)
+        enforce_budget(None, "cuda")
+        card.reserved_bytes, card.outside_bytes = 0, int(5.7 * GB)
+        with pytest.raises(ConfigError, match="auto: nothing is free on the device cuda"):
+            auto_budget_gb("cuda")

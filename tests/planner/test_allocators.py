@@ -74,7 +74,7 @@ def test_random_allocations_keep_the_books(expandable):
             live.append(allocator.allocate(size))
             assert live[-1].size >= size
         assert allocator.allocated_bytes == sum(block.size for block in live)
-        free = sum(e[0] for pool in allocator._free.values() for e in pool)
+        free = sum(size for pool in allocator._pools.values() for size, _ in pool.free)
         assert allocator.allocated_bytes + free == allocator.peak_reserved_bytes
 
 

@@ -19,10 +19,11 @@ from d2_memfit.config.files import find_config_file
 from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import process_memory
-from d2_memfit.planner.dry_run import DryRun, WithoutValues
+from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.meta import is_fake, make_fake
 from d2_memfit.planner.stand_ins import _TO_FLOAT32, casts_of_cuda, cuda_as_cpu
 from d2_memfit.planner.steps import Session
+from d2_memfit.planner.values import WithoutValues
 
 CASE = WorstCase((160, 224), 7)
 

@@ -13,8 +13,9 @@ from torch import nn
 
 from d2_memfit import Job, estimate_memory, plan_memory
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun, WithoutValues
+from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.text import answer_of_plan, describe_estimate
+from d2_memfit.planner.values import WithoutValues
 from d2_memfit.planner.worst_outputs import detect_most
 
 MOST = 10  # detections
@@ -60,7 +61,8 @@ def evaluate(prior, note=lambda line: None, build=WithoutValues):
     with build():
         model = MasksOfPoints(prior).eval()
     model.register_forward_hook(lambda _, __, output: found.append(len(output[0]["instances"])))
-    with DryRun(model, inputs=[image]) as run, torch.no_grad():
+    with DryRun(model) as run, torch.no_grad():
+        run.own("inputs", image)
         detect_most(model, [{"image": image}], note)
     return run.peak_bytes, found
 

@@ -2,6 +2,7 @@
 """Estimates that start from what a run has measured."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,7 +122,8 @@ class Gpu:
     def __init__(self, monkeypatch, name):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        properties = SimpleNamespace(name=name, total_memory=12 * GB, major=8)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
         here = device_and_software(torch.device("cpu"))
         monkeypatch.setattr("d2_memfit.planner.from_run.device_and_software", lambda _: here)
 

@@ -9,8 +9,9 @@ from detectron2.structures import BitMasks, Instances
 from torch import nn
 
 from d2_memfit.memory import TensorMeter
-from d2_memfit.planner.dry_run import DryRun, WithoutValues
+from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.meta import is_fake, make_fake
+from d2_memfit.planner.values import WithoutValues
 
 SIZE = (640, 800)
 
@@ -53,7 +54,9 @@ def peak(build=WithoutValues):
         model = Cells()
     batch = make_batch()
     tensors = [batch[0]["image"], batch[0]["instances"].gt_masks.tensor]
-    with DryRun(model, inputs=tensors) as run:
+    make_fake(batch[0]["image"])
+    with DryRun(model) as run:
+        run.own("inputs", tensors)
         losses = model(batch)
         losses["loss"].backward()
     return run.peak_bytes

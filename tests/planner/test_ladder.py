@@ -9,10 +9,10 @@ from tiny import tiny_cfg, tiny_model
 
 from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.planner import plan as plan_module
+from d2_memfit.planner import ladder as ladder_module
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
-from d2_memfit.planner.plan import Ladder, Rung
+from d2_memfit.planner.ladder import Ladder, Rung
 from d2_memfit.techniques.registry import TECHNIQUES, TIERS
 
 CUDA = DeviceModel.load("cuda")
@@ -31,12 +31,12 @@ class Invented:
     """A job with invented needs, which are above those of no other rung."""
 
     seed = 0
-    evaluates = evaluation_host_bytes = offloaded_bytes = least_bytes = 0
+    evaluates = least_bytes = 0
     evaluation = None
     session = Session()
 
-    def __init__(self, job, device, evaluates=True, progress=None, like=None):
-        self.job, self.device = job, device
+    def __init__(self, job, device, evaluates=True, progress=str, like=None):
+        self.job, self.device, self.progress = job, device, progress
         self.num_images = job.geometry.largest_micro_batch
         memfit = job.cfg.MEMFIT
         self.key = f"{job.cfg.SOLVER.AMP.ENABLED} {memfit.OPTIMIZER} {memfit.CHECKPOINT} "
@@ -67,14 +67,14 @@ class Invented:
 
 @pytest.fixture
 def invented(monkeypatch):
-    monkeypatch.setattr(plan_module, "DryJob", Invented)
+    monkeypatch.setattr(ladder_module, "DryJob", Invented)
     saved = Counter({name: (i + 1) * 2**28 for i, name in enumerate(BLOCKS)})
-    monkeypatch.setattr(plan_module, "_saved_by_blocks", lambda *_: (saved, Counter(BLOCKS)))
+    monkeypatch.setattr(ladder_module, "_saved_by_blocks", lambda *_: (saved, Counter(BLOCKS)))
     monkeypatch.setattr(
-        plan_module, "blocks_of", lambda _, what: BLOCKS[: 4 if what == "backbone" else 7]
+        ladder_module, "blocks_of", lambda _, what: BLOCKS[: 4 if what == "backbone" else 7]
     )
-    monkeypatch.setattr(Ladder, "_trains_batch_norm", False)
-    monkeypatch.setattr(plan_module, "that_work", lambda _, names: names)
+    monkeypatch.setattr(Ladder, "trains_batch_norm", False)
+    monkeypatch.setattr(ladder_module, "that_work", lambda _, names: names)
     return Invented
 
 

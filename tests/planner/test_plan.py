@@ -9,11 +9,11 @@ from d2_memfit import estimate_memory, plan_memory
 from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.planner import plan as plan_module
+from d2_memfit.planner import ladder as ladder_module
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
-from d2_memfit.planner.plan import Ladder
-from d2_memfit.planner.plan_file import planned_config
+from d2_memfit.planner.ladder import Ladder
+from d2_memfit.planner.plan_file import planned, planned_yaml
 from d2_memfit.planner.steps import Session
 from d2_memfit.planner.text import answer_of_plan, describe_plan
 
@@ -86,7 +86,7 @@ def test_float16_is_not_planned_where_it_is_known_to_fail(mask):
 
 @pytest.mark.parametrize("is_usable", [True, False])
 def test_a_cpu_without_kernels_for_16_bits_has_no_plan_with_them(mask, monkeypatch, is_usable):
-    monkeypatch.setattr(plan_module, "has_kernels_for_bfloat16", lambda: is_usable)
+    monkeypatch.setattr(ladder_module, "has_kernels_for_bfloat16", lambda: is_usable)
     start = DryJob(Job.from_cfg(mask, batch=SMALL), DeviceModel.load("cpu"), evaluates=False)
     ladder = Ladder(start, 6, ["precision"])
     assert ladder._is_usable("MixedPrecision") == is_usable
@@ -100,9 +100,9 @@ def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
     assert [s.name for s in p.steps] == ["smaller micro-batches"]
     assert p.settings["MEMFIT.MICRO_BATCH"] == 3  # 3, 3 and 2 are the 8
     assert p.estimate.device_total_gb <= 3.5 < p.before.device_total_gb
-    planned = planned_config(mask, p)
-    assert planned.SOLVER == mask.SOLVER  # batch, learning rate, schedule
-    again = estimate_memory(planned, device="cuda", batch=CASE, evaluates=False)
+    with_plan = planned(mask, planned_yaml(mask, p))
+    assert with_plan.SOLVER == mask.SOLVER  # batch, learning rate, schedule
+    again = estimate_memory(with_plan, device="cuda", batch=CASE, evaluates=False)
     assert again.device_total_gb == p.estimate.device_total_gb
     assert "is on" not in log.text  # what is tried is not the user's job
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from tiny import tiny_cfg
 
-from d2_memfit.planner.plan import PlanStep, plan_memory
+from d2_memfit.planner.ladder import PlanStep
+from d2_memfit.planner.plan import plan_memory
 from d2_memfit.planner.text import (
     answer_of_estimate,
     answer_of_plan,

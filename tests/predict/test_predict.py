@@ -192,15 +192,6 @@ def test_an_image_above_pillows_limit_is_read_for_tiles(config, photographs, tmp
     assert results_of(tmp_path / "tiles")
 
 
-@pytest.mark.sweep
-def test_an_image_of_196_megapixels_is_read_for_tiles(config, tmp_path):
-    """It takes 4 GB of RAM, and most of a minute."""
-    Image.new("RGB", (14_000, 14_000), "white").save(tmp_path / "large.png")
-    predict(config, tmp_path / "large.png", tmp_path / "found", "--tile-size", "4000")
-    (image,) = json.loads((tmp_path / "found" / "images.json").read_text())["images"]
-    assert (image["height"], image["width"]) == (14_000, 14_000)
-
-
 def test_a_name_that_is_not_of_utf_8_is_escaped(config, photographs, tmp_path):
     source = os.fsencode(photographs) + b"/\xff\x1b[31m.png"
     os.rename(photographs / "000.png", source)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from detectron2.solver import build_optimizer
-from detectron2.utils.events import EventStorage
+from injection import iterate
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, Job
@@ -34,16 +34,9 @@ def make(cfg, model):
 def train(cfg, num_iterations=3):
     model = tiny_model(cfg)
     optimizer = make(cfg, model)
+    torch.manual_seed(0)
     iterate(AccumulatingTrainer(model, [images(2)] * num_iterations, optimizer), num_iterations)
     return model, optimizer
-
-
-def iterate(trainer, num_iterations):
-    torch.manual_seed(0)
-    with EventStorage() as storage:
-        for trainer.iter in range(num_iterations):
-            storage.iter = trainer.iter
-            trainer.run_step()
 
 
 def test_sharding_on_one_rank_is_an_error():
@@ -67,6 +60,7 @@ def train_on_rank(rank, pairs, clip, state=None, num_iterations=3):
         optimizer.load_state_dict(copy.deepcopy(state))
     ddp = compat.create_ddp_model(model, broadcast_buffers=False)
     loader = [images(2, first=4 * i + 2 * rank) for i in range(num_iterations)]
+    torch.manual_seed(0)
     iterate(AccumulatingTrainer(ddp, loader, optimizer), num_iterations)
     num_bytes = bytes_of_states(getattr(optimizer, "optim", optimizer))
     if isinstance(optimizer, ShardedOptimizer):

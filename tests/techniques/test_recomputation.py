@@ -52,7 +52,6 @@ OFFLOAD = ("MEMFIT.OFFLOAD.MODULES", ["*"])
         (CHECKPOINT, contextlib.nullcontext),
         (CHECKPOINT, torch.autograd.graph.save_on_cpu),
         ((*CHECKPOINT, *OFFLOAD), contextlib.nullcontext),
-        (("MEMFIT.CHECKPOINT.MODULES", ["all"]), contextlib.nullcontext),
         (("MEMFIT.CHECKPOINT.MODULES", ["backbone"]), contextlib.nullcontext),
         ((), None),
     ],
@@ -136,6 +135,14 @@ def test_a_block_that_changes_its_input_is_left_out_and_it_is_said(is_in_recover
         assert all(torch.equal(actual[k], expected[k]) for k in expected)
     said = [r.message.split()[4] for r in log.records if "(aten.relu_)" in r.message]
     assert ("InPlace" if is_in_recovery else "Sequential") in said
+
+
+def test_recovery_leaves_the_model_as_it_was():
+    model = Detector()
+    names, before = list(model.state_dict()), [set(vars(m)) for m in model.modules()]
+    with checkpointed(model):
+        assert list(model.state_dict()) == names
+    assert [set(vars(m)) for m in model.modules()] == before
 
 
 class Draws(nn.Module):

@@ -35,11 +35,6 @@ def test_each_says_what_it_saves_and_costs_and_where_it_is_from(name):
     assert f"`{name}`" in page, f"docs/TECHNIQUES.md has no row for {name}"
 
 
-def test_the_order_is_that_of_tiers():
-    tiers = [TIERS.index(technique.tier) for technique in TECHNIQUES]
-    assert tiers == sorted(tiers)
-
-
 WRONG = {bool: [1, "yes"], list: [[1], "backbone", 3], type(None): [0, -3, "all", 2.5, True]}
 
 

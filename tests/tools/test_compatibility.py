@@ -3,7 +3,6 @@
 
 from compatibility_checks.project import PROJECTS
 from compatibility_checks.table import COLUMNS, page
-from forks import run_forked
 from tiny import ROOT
 
 PAGE = (ROOT / "docs" / "COMPATIBILITY.md").read_text()
@@ -33,12 +32,3 @@ def test_the_page_has_a_row_and_the_facts_of_each_project():
 
 def test_the_committed_page_is_of_these_projects():
     assert [row.split(" | ")[0].strip("| ") for row in rows_of(PAGE, "results")] == [*PROJECTS]
-
-
-def test_a_tree_that_is_not_there_is_told(tmp_path):
-    tool = ROOT / "tools" / "compatibility.py"
-    output = tmp_path / "page.md"
-    result = run_forked(tool, "--projects", tmp_path, "--output", output)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert all(f"{name}: no tree {p.tree}" in result.stderr for name, p in PROJECTS.items())
-    assert output.read_text().startswith("# Compatibility")

@@ -16,15 +16,10 @@ def rewritten(text, page):
     ("page", "link", "on_the_site"),
     [
         ("PLANNER.md", "[Coins](../projects/Coins/README.md#x)", "[Coins](projects/Coins.md#x)"),
-        ("PLANNER.md", "[x](../README.md#in-your-own-project)", "[x](README.md)"),
         ("PLANNER.md", "[`Job`](../d2_memfit/job/job.py)", "`Job` (`d2_memfit/job/job.py`)"),
-        ("PLANNER.md", "[job.py](../d2_memfit/job/job.py)", "`d2_memfit/job/job.py`"),
         ("RECOVERY.md", "![drawn](crowded.png)", "![drawn](crowded.png)"),
-        ("PLANNER.md", "[elsewhere](https://pytorch.org)", "[elsewhere](https://pytorch.org)"),
         ("PLANNER.md", "[lost](nowhere.md)", "[lost](nowhere.md)"),
-        ("projects/Torchvision.md", "[x](../../docs/PLANNER.md#drawn)", "[x](../PLANNER.md#drawn)"),
         ("projects/Torchvision.md", "[Coins](../Coins/README.md)", "[Coins](Coins.md)"),
-        ("projects/Torchvision.md", "[plan.py](plan.py)", "`projects/Torchvision/plan.py`"),
         ("CHANGELOG.md", "[plans](docs/PLANNER.md)", "[plans](PLANNER.md)"),
     ],
 )

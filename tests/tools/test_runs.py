@@ -2,15 +2,11 @@
 """Facts of runs of others: what is in the files, and what becomes of them."""
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from benchmarks import runs as benchmark
 from benchmarks.runs import DOUBTS, FOLDER, runs
-
-from d2_memfit.explain.records import Oom
-from d2_memfit.explain.verdict import ExplainedRun
 
 RUNS = runs()
 ROWS = Path(benchmark.__file__).parents[2] / "docs" / "accuracy_runs.csv"
@@ -44,36 +40,6 @@ def test_a_run_becomes_what_a_log_says(run):
     assert logged.ended == run.ended
     assert logged.ranks == run.ranks
     assert bool(logged.zoo_config) != bool(logged.config_text)
-
-
-def result(name, measured, range_mib, would_fit=None, ended="finished", doubts=(), **oom):
-    of_name = next(run for run in RUNS if run.name.startswith(name))
-    told = ExplainedRun(
-        name=name,
-        card="a card",
-        images_per_gpu=2,
-        measured_mib=measured,
-        typical_mib=1000.0,
-        predicted_mib=1200.0,
-        range_mib=range_mib,
-        inside=range_mib[0] <= measured <= range_mib[1],
-        ended=ended,
-        oom=Oom("at once", None, 1.0, 2.0, fits=False) if ended == "out of memory" else None,
-        seconds=1.0,
-    )
-    return benchmark.Result(replace(of_name, doubts=doubts), told, would_fit)
-
-
-def test_coverage_counts_certain_runs_and_widths():
-    results = [
-        result("Faiamfine", 900, (800.0, 1600.0)),
-        result("Faiamfine", 1700, (800.0, 1600.0)),
-        result("abhinav", 1601, (800.0, 1600.0)),
-        result("abhinav", 9999, (800.0, 1600.0), doubts=("suspect",)),
-    ]
-    last = benchmark._coverage([("all of them", results)]).splitlines()[-1]
-    # One of the two that are above is so by more than 5%. Both repositories have one outside.
-    assert last == "| all of them | all | 1 of 3 (33%) | 2.00 | 1 | 2 of 2 |"
 
 
 def test_all_runs_have_a_row_beside_the_page():

@@ -25,19 +25,24 @@ COMMANDS = {
         "plan --config-file projects/Transformers/configs/mask2former_r50.yaml --card 6GB "
         "--project d2_transformers:add_transformers_config --trainer d2_transformers:Trainer"
     ),
+    "plan, Mask R-CNN, LSJ, 6 GB": (
+        "plan --config-file new_baselines/mask_rcnn_R_50_FPN_100ep_LSJ.py --card 6GB"
+    ),
     "--help": "--help",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--other", type=Path, help="a work tree of another revision")
+    parser.add_argument("--log", help="a log for the command explain")
     parser.add_argument("--rounds", type=int, default=3)
 
 
 def run(args: argparse.Namespace) -> None:
     trees = [ROOT, *([args.other.resolve()] if args.other else [])]
     rows = []
-    for name, command in COMMANDS.items():
+    explain = {"explain": f"explain {args.log}"} if args.log else {}
+    for name, command in {**COMMANDS, **explain}.items():
         rounds = [
             [cpu_seconds(tree, command.split()) for tree in trees] for _ in range(args.rounds)
         ]
@@ -49,7 +54,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def cpu_seconds(tree: Path, words: list[str]) -> float:
-    path = os.pathsep.join([str(tree), str(tree / "projects" / "Transformers")])
+    path = os.pathsep.join(
+        [str(tree), str(tree / "projects" / "Transformers"), os.getenv("PYTHONPATH", "")]
+    )
     before = os.times()
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "d2_memfit", *words],

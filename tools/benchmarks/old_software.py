@@ -46,7 +46,7 @@ class OldDevice(DeviceModel):
 
     def events(self, timeline: Timeline) -> Iterator[Change]:
         for event in super().events(timeline):
-            is_first = isinstance(event, Allocate) and event.phase == "setup"
+            is_first = isinstance(event, Allocate) and event.allocation.phase == "setup"
             is_change = isinstance(event, (Allocate, Free))
             if not is_change or event.allocation.owner != "gradients" or is_first:
                 yield event
