@@ -137,6 +137,10 @@ class Answers:
     """Notes the counts of forwards, and answers them with those of the window.
 
     A count without a total is answered with the forward's own, as if all ranks had the same.
+    With one, a sum over objects is divided by ``total x share``, the share being the micro-batch's
+    images over the window's. The trainer multiplies the loss by its images over
+    ``expected_images``, and the reduction by ``expected_images`` over the window's images. The sum
+    over ``total`` is left.
 
     Args:
         model: the model that runs.

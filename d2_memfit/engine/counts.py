@@ -24,7 +24,7 @@ from ..common.errors import ConfigError, OutOfMemoryError
 from ..common.snapshot import Snapshot, weights_that_may_change
 from ..config.settings import NormalizerOptions
 from ..job import objects_in
-from ..memory import is_out_of_memory
+from ..memory import error_line, is_out_of_memory
 from . import collectives
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Number, Numbers, Site, added, is_same
 from .loss_check import LIMIT, LIMIT_OF_16_BITS, check_losses
@@ -180,7 +180,7 @@ class Counts:
             except Exception as e:
                 if not is_out_of_memory(e):
                     raise
-                error = str(e)  # the other ranks wait for it
+                error = error_line(e)  # the other ranks wait for it
         errors, of_ranks = zip(*comm.all_gather((error, mine)))
         if any(errors):
             raise OutOfMemoryError(next(filter(None, errors)))

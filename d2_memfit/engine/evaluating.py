@@ -20,7 +20,7 @@ from ..memory import enforce_budget
 from ..techniques.evaluation_on_host import can_have_results_on_host, results_on_host
 from ..techniques.registry import ready_to_evaluate
 from .oom_log import RAISE, OomEvent, OomLog
-from .retry import run_all, undo
+from .retry import free_and_restore, run_all
 
 __all__ = ["evaluating", "recovering_inference"]
 
@@ -122,7 +122,7 @@ class _Recovering:
 
     def react(self, failure: OomEvent, piece: tuple[Any], before: Optional[Snapshot]) -> str:
         (batch,) = piece
-        undo(self._model, before)
+        free_and_restore(self._model, before)
         pieces, action = [piece], RAISE
         if not self._is_on_host and can_have_results_on_host(self._model):
             self._is_on_host = True

@@ -71,7 +71,7 @@ def run_all(
             raise OutOfMemoryError(message)
 
 
-def undo(model: nn.Module, before: Optional[Snapshot]) -> None:
+def free_and_restore(model: nn.Module, before: Optional[Snapshot]) -> None:
     """Free what an attempt left, and put the state before it back, if it could be saved."""
     release_memory(next(model.parameters()).device)
     if before is not None:
@@ -242,7 +242,7 @@ class WindowRetries:
 
     def snapshot(self) -> Snapshot:
         self._entries = self.storage.num_entries()
-        if len(self.window.micro_batches) == 1:
+        if len(self.window.micro_batches) == 1:  # the piece to come, which is taken already
             return self.start
         if not self.recovery.knows_weights:  # a forward has ended
             self.recovery.weights = self.start.changed_weights()
@@ -285,7 +285,7 @@ class WindowRetries:
         recovery.oom_log.log(failure, action)
         with recovery.oom_log.explained("restoration", lambda: piece.data):
             self.storage.rewind(self._entries)
-            undo(self.model, before)
+            free_and_restore(self.model, before)
         return recovery.oom_log.final_message(failure) if action == RAISE else ""
 
     def _escalate(self, piece: MicroBatch) -> str:

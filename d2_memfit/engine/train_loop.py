@@ -42,12 +42,11 @@ class AccumulatingTrainer(ResumableTrainer):
     with the mean gradient over all their images, on all ranks. Each micro-batch is weighted by its
     images, so micro-batches may have different sizes.
 
-    With one micro-batch per iteration, results equal those of Detectron2's ``SimpleTrainer`` and
-    ``AMPTrainer`` to the last bit. On several ranks, DDP reduces gradients during the backward.
-    With more micro-batches, ranks reduce gradients once, after their last backward.
+    With one micro-batch per iteration and no recovery, results equal those of Detectron2's
+    ``SimpleTrainer`` and ``AMPTrainer`` to the last bit, and DDP reduces gradients during the
+    backward. Otherwise ranks reduce gradients once, after their last backward.
 
-    With ``recovery``, each rank runs images that do not fit again in smaller pieces. Gradients are
-    then reduced once, too.
+    With ``recovery``, each rank runs images that do not fit again in smaller pieces.
 
     The model takes a batch and returns a loss or a dict of losses. On several ranks it is wrapped
     in ``DistributedDataParallel``. Batches may be of any kind. Lists of dataset dicts, and equally
@@ -140,6 +139,7 @@ class AccumulatingTrainer(ResumableTrainer):
                     self.precision.scaler.unscale_(self.optimizer)  # the step knows that it was
                 parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
                 self.clip_gradients([p for p in parameters if p.grad is not None])
+            # The reduction was the last that ranks did together: from here on, each steps alone.
             with worker_deaths_wait():
                 self.undo = None
                 self.precision.step(self.optimizer, self.iter)
@@ -180,7 +180,7 @@ class AccumulatingTrainer(ResumableTrainer):
                 self.recovery.end_iteration([r.recovery for r in reports if r.recovery])
         if self.recovery is None and self._changing is None:
             self._changing = start.changed_modules()
-        ranks.check_finite(reports, self.iter)
+        ranks.check_finite(reports, self.iter)  # on all ranks, before their gradients mix
         if not self._reduces_in_backward and any(r.num_images for r in reports):
             with self._explained("reduction", window):
                 ranks.average_gradients(self.model, window, reports)
@@ -196,7 +196,7 @@ class AccumulatingTrainer(ResumableTrainer):
         def take() -> Optional[MicroBatch]:
             is_retried = report.recovery is not None and report.recovery.oom_events
             if is_retried and self.counts.is_one_piece and not window.micro_batches:
-                self.counts.prepare(window, count)  # it is now cut
+                self.counts.prepare(window, run_forwards)  # it is now cut
             return self.cutter.take(window)
 
         def run(micro_batch: MicroBatch) -> None:
@@ -211,14 +211,14 @@ class AccumulatingTrainer(ResumableTrainer):
             with self.counts.around(micro_batch):
                 self._forward(micro_batch)
 
-        count = partial(run_all, partial(self.cutter.take, window), run_forward, retries)
+        run_forwards = partial(run_all, partial(self.cutter.take, window), run_forward, retries)
         try:
             with self._explained("window", window):
                 batches = self.resumable_batches
                 if retries is not None and batches and not batches.layout["workers"]:
                     window.load_all()  # a second run must not draw this process's numbers again
                     retries.start = Snapshot(self._bare_model, retries.recovery.weights)
-                self.counts.prepare(window, count)
+                self.counts.prepare(window, run_forwards)
                 run_all(take, run, retries)
                 if retries is not None:
                     retries.end_window()
