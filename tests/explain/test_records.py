@@ -29,7 +29,7 @@ def run_of(*end, style="file", **options):
 def test_all_that_a_run_says_is_read(style):
     run = run_of(FINISHED, style=style)
     assert (run.gpus, run.ranks) == (["Made Up GPU 9000"], 2)
-    assert run.software == {"torch": "1.13.1+cu117"}
+    assert run.torch == "1.13.1+cu117"
     assert (run.config_file, run.is_lazy) == ("made/up.yaml", False)
     assert run.config_text.endswith("SOLVER:\n  IMS_PER_BATCH: 4\n  MAX_ITER: 100")
     assert run.augmentations == "[ResizeShortestEdge(800), RandomFlip()]"

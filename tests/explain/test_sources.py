@@ -96,7 +96,7 @@ def test_the_output_of_a_training_here(tmp_path, most, ended):
     process = run_process([sys.executable, "-c", TRAINING, tmp_path, most])
     (run,) = read_runs(tmp_path)
     assert (run.ended, run.start_iter, run.ranks) == (ended, 0, 1), process.stderr
-    assert run.software["torch"] == torch.__version__
+    assert run.torch == torch.__version__
     assert "META_ARCHITECTURE: ProposalNetwork" in run.config_text
     if most:
         assert run.iteration == 5
