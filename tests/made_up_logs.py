@@ -70,7 +70,8 @@ def headed(messages, style="file"):
             texts.append(f"[{date}] d2.engine.defaults INFO: {message}\n")
         else:
             texts.append(f"\x1b[32m[{date} d2.engine.defaults]: \x1b[0m{message}\n")
-    return "".join(texts)
+    text = "".join(texts)
+    return text.replace("\x1b", "") if style == "pasted" else text  # some editors lose it
 
 
 def log(*end, iterations=(19, 39), config=CONFIG):

@@ -81,10 +81,8 @@ def _runs_of_notebook(name: str) -> list[LoggedRun]:
             if cell["cell_type"] == "code":
                 code += "".join(cell["source"]) + "\n"
                 for output in cell["outputs"]:
-                    text = "\n".join(
-                        ["".join(output.get("text", "")), *output.get("traceback", [])]
-                    )
-                    parts.append((_settings(code[:_CODE]), text.splitlines()))
+                    shown = ["".join(output.get("text", "")), *output.get("traceback", [])]
+                    parts.append((_settings(code[:_CODE]), "\n".join(shown).splitlines()))
     except (AttributeError, KeyError, TypeError) as e:
         raise DataError(f"{name} is not a notebook ({e!r:.99})") from e
     return read_parts(parts, name)

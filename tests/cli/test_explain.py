@@ -88,7 +88,7 @@ def test_the_commands_lead_from_a_log_to_a_plan(write, tmp_path, capsys):
     text = capsys.readouterr().out
     assert text.startswith("It did not run out of memory")
     text = paste(text, tmp_path)
-    assert "\nIt fits 7.5 GB" in text
+    assert "\nIt fits 7.5 GB: " in text
     text = paste(text, tmp_path)
     assert "Written: plan.yaml\nNext, train it (add its data with --coco):\n" in text
     planned = load_cfg(str(tmp_path / "plan.yaml"))

@@ -83,12 +83,8 @@ def test_objects_that_fit_are_on_lines_of_an_image(num_images, own):
     assert job.objects_that_fit(100) == MOST_OBJECTS
 
 
-def test_what_has_no_objects_has_no_answer():
+def test_what_has_no_objects_has_no_answer_and_one_may_be_too_many():
+    cfg = tiny_cfg("proposal_network", fpn=False)
     empty = images(1, num_instances=3)[0]["image"]
-    job = dry_job(tiny_cfg("mask_rcnn", fpn=False), 1, batch=[{"image": empty}])
-    assert job.objects_that_fit(6) is None
-
-
-def test_one_object_may_be_too_many():
-    job = dry_job(tiny_cfg("proposal_network", fpn=False), 1, num_instances=3)
-    assert job.objects_that_fit(0.2) == 0
+    assert dry_job(cfg, 1, batch=[{"image": empty}]).objects_that_fit(6) is None
+    assert dry_job(cfg, 1, num_instances=3).objects_that_fit(0.2) == 0

@@ -208,7 +208,7 @@ class Run:
             oom[f"{key}_mib"] = self.oom.get(key)
         return LoggedRun(
             gpus=list(self.gpus),
-            software=dict(self.software),
+            torch=self.software.get("torch", ""),
             ranks=self.ranks,
             config_file=self.config_file or "",
             config_text="" if self.zoo_config else yaml.safe_dump(settings),
