@@ -40,10 +40,9 @@ def test_kills_and_full_disks_lose_no_save_that_was_completed(tmp_path, kind, nu
     script = ROOT / "tests" / "saving.py"
     result = run_forked(script, kind, num_runs, 0, tmp_path, timeout_s=600)
     assert result.returncode == 0, result.stderr[-3000:]
-    completed, failed, within = map(int, result.stdout.split()[-3:])
+    completed, failed = map(int, result.stdout.split()[-2:])
     assert completed > 0
     assert failed > 0 or kind == "kill"
-    assert within >= num_runs // 2
 
 
 def damage(file, rng):
