@@ -200,17 +200,3 @@ def test_weights_that_leave_the_backbone_random_are_an_error_that_names_layers(t
     with pytest.raises(ConfigError, match=message):
         other.load_pretrained(str(tmp_path))
     assert relative_difference(parameters(other), before) == 0
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"TYPE": "yolo"}, "TRANSFORMERS.TYPE must be 'rf_detr', "),
-        ({"RESOLUTION": 100}, "RESOLUTION must be divisible by 32"),
-        ({"OPTIONS": [["dropuot", 0]]}, r"RfDetrConfig has no dropuot \(did you mean dropout"),
-        ({"MULTI_SCALE_STEPS": 4}, "must be less than TRANSFORMERS.RESOLUTION, got 128"),
-    ],
-)
-def test_values_that_cannot_work(keys, message):
-    with pytest.raises(ConfigError, match=message):
-        made(**keys)
