@@ -120,17 +120,6 @@ def dataset(folder, objects, size=600):
     return {**image, "height": size, "width": size}
 
 
-def test_every_object_is_in_the_tiles_that_show_it(tmp_path):
-    objects = [(10, 10, 40, 40), (190, 300, 100, 20), (0, 0, 600, 5), (580, 580, 20, 20)]
-    tiles = tiles_of([dataset(tmp_path, objects)], size=256, overlap=64)
-    assert [len(tile["annotations"]) for tile in tiles] == [2, 1, 1, 1, 1, 0, 0, 0, 1]
-    first, middle = tiles[0], tiles[4]
-    assert (first["height"], first["width"], first["tile"]) == (256, 256, (0, 0, 256, 256))
-    assert first["annotations"][0]["bbox"] == [10, 10, 50, 50]
-    assert middle["tile"] == (192, 192, 448, 448)
-    assert [a["bbox"] for a in middle["annotations"]] == [[0, 108, 98, 128]]
-
-
 def test_files_are_read_by_parts(tmp_path):
     import rasterio
 
