@@ -75,22 +75,22 @@ def coins(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def two_ranks():
+def ranks(number):
     from ranks import Ranks
 
-    ranks = Ranks(2)
+    ranks = Ranks(number)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    yield from ranks(2)
 
 
 @pytest.fixture(scope="session")
 def three_ranks():
-    from ranks import Ranks
-
-    ranks = Ranks(3)
-    yield ranks
-    ranks.stop()
+    yield from ranks(3)
 
 
 @pytest.fixture(autouse=True)

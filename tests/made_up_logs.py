@@ -6,8 +6,6 @@ import json
 import yaml
 from tiny import tiny_cfg
 
-__all__ = ["OOM", "config_text", "headed", "log", "notebook", "progress"]
-
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total "
     "capacity of 10.00 GiB of which 512.00 MiB is free. Process 71 has 1.00 GiB memory in use. "

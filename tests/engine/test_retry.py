@@ -346,32 +346,6 @@ def test_out_of_memory_in_the_optimizer_is_explained(tmp_path):
     assert read_record(tmp_path)[0]["phase"] == "optimizer"
 
 
-class Layers(torch.nn.Sequential):
-    """A model with a graph deep enough that a backward can fail in its middle."""
-
-    def __init__(self):
-        super().__init__(*[torch.nn.Linear(64, 64) for _ in range(20)])
-
-    def forward(self, batch):
-        x = torch.stack([image["image"][0].float() for image in batch]) / 255
-        return {"loss": super().forward(x).mean()}
-
-
-def test_recoveries_leave_no_memory_behind():
-    model = Layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    trainer = InjectedTrainer(model, batches(31), optimizer, recovery=RecoveryOptions())
-    with TensorMeter() as meter:
-        for i in range(31):
-            trainer.injector = Injector(fail_at=[10 + 2 * i])  # in forward and backward
-            trainer.cutter.images = None
-            iterate(trainer, first=i)
-            if i == 0:
-                at_first = meter.live_bytes
-    assert trainer.recovery.totals.oom_events == 31
-    assert meter.live_bytes - at_first < 2**18
-
-
 def recovering(model, batch):
     """A trainer with recovery whose only forwards are those of its micro-batches."""
     off = NormalizerOptions("off")

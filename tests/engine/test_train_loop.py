@@ -6,7 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from detectron2.engine import SimpleTrainer
+from detectron2.layers import FrozenBatchNorm2d
 from detectron2.solver.build import maybe_add_gradient_clipping
 from detectron2.utils.events import EventStorage, get_event_storage
 from injection import iterate
@@ -196,6 +198,37 @@ def test_a_loss_that_is_not_finite_raises_before_the_step_and_names_the_images()
     assert "toy_3.png (image_id 3), toy_nan.png" in str(e.value)
     assert "toy_1.png" not in str(e.value)
     assert model.weight.item() == 1.0
+
+
+class Product(torch.nn.Module):
+    """Its loss is a product that float32 can hold only for small factors."""
+
+    def __init__(self, weight=1.0, norm=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((1, 4), weight))
+        self.norm = norm
+
+    def forward(self, batch):
+        x = torch.stack([d["image"].float().mean().expand(4) for d in batch])
+        return {"loss_cls": F.linear(x, self.weight).mean(), "loss_box": self.weight[0, 0] * 0}
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [
+        (Product(3e38, FrozenBatchNorm2d(3)), "does not normalise the activations of ran"),
+        (Product(float("inf")), "The weights are not finite"),
+        (Product(3e38), "The weights are finite"),
+    ],
+)
+def test_the_images_of_a_loss_that_is_not_finite_and_what_can_be_seen_are_named(model, cause):
+    image = {"image": torch.full((3, 8, 8), 1e3), "file_name": "a.jpg", "image_id": 7}
+    trainer = AccumulatingTrainer(model, [[image]], sgd(model))
+    with EventStorage(5), pytest.raises(FloatingPointError) as e:
+        trainer.run_step()
+    assert "iteration=5! rank 0: loss_cls" in str(e.value)
+    assert "a.jpg (image_id 7)" in str(e.value)
+    assert cause in str(e.value)
 
 
 def test_a_loader_that_ends_within_a_window_is_named_and_nothing_is_stepped():

@@ -2,7 +2,7 @@
 """d2_memfit on a GPU: `pytest -m gpu tests/gpu`.
 
 Without one these tests are skipped. What no kernel of CUDA decides also runs on a made-up card, in
-the normal suite, and other tests on a CPU, as `long`.
+the normal suite, and other tests on a CPU, as `sweep`.
 
 Kernels of a GPU add up in any order. Results are equal to the last bit only without ROIAlign,
 whose deterministic backward in torchvision needs a compiler.
