@@ -21,8 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 
 __all__ = ["START_HERE", "CheckpointError", "ConfigError", "ConfigErrors", "DataError"]
 __all__ += ["HostMemoryError", "MemfitError", "OutOfMemoryError", "RankError", "exit_on_error"]
-__all__ += ["one_line", "printable", "start_logging", "tracebacks_only_in_files"]
-__all__ += ["write_traceback"]
+__all__ += ["one_line", "printable", "start_logging", "tracebacks_only_in_files", "write_traceback"]
 
 START_HERE = "docs/OUT_OF_MEMORY.md"  # what to do after an out-of-memory error
 _LOGGED = "_d2_memfit_logged"

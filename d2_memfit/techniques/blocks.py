@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..common.compat import Convolution
-from .modules import has_forward
+from .technique import has_forward
 
 __all__ = ["find_blocks"]
 

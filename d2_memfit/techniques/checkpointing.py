@@ -27,8 +27,7 @@ from ..common.errors import ConfigError
 from ..common.side_work import RandomState
 from ..common.snapshot import Snapshot
 from .blocks import find_blocks
-from .modules import find_modules, wrap_method
-from .technique import Technique
+from .technique import Technique, find_modules, wrap_method
 
 __all__ = ["ActivationCheckpointing", "Recomputed", "blocks_of", "checkpointed"]
 

@@ -15,8 +15,7 @@ from torch import nn
 
 from ..common.errors import ConfigError
 from ..common.patching import replaced_together, source_files
-from .modules import wrap_method
-from .technique import Technique
+from .technique import Technique, wrap_method
 
 __all__ = ["ChunkedMatching", "DenoisingQueries", "pairwise_iou_in_chunks"]
 

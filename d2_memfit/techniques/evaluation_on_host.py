@@ -13,8 +13,7 @@ from ..common.compat import tree_map, without_torch_function
 from ..common.errors import ConfigError
 from ..common.patching import knows_function, replaced_functions, source_files
 from ..memory import on_host
-from .modules import wrap_method
-from .technique import Technique
+from .technique import Technique, wrap_method
 
 __all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
 

@@ -12,8 +12,7 @@ from ..common.compat import BatchNorm
 from ..common.errors import ConfigError
 from ..common.patching import has_name
 from .checkpointing import Recomputed
-from .modules import wrap_method
-from .technique import Technique
+from .technique import Technique, wrap_method
 
 __all__ = ["ChunkedHeads"]
 
