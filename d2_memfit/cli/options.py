@@ -3,6 +3,7 @@
 
 import argparse
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -80,7 +81,15 @@ def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
     if not trainer_of(args) or given:
         return given
     names = vars(sys.modules[args.trainer.partition(":")[0]])
-    return [value for name, value in names.items() if _ADDS_KEYS.fullmatch(name)]
+    return [v for name, v in names.items() if _ADDS_KEYS.fullmatch(name) and _takes_a_config(v)]
+
+
+def _takes_a_config(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind("cfg")
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def check_lazy_options(args: argparse.Namespace, *others: str) -> None:

@@ -52,6 +52,10 @@ def add_own_config(cfg):
     cfg.MODEL.OWN = CfgNode({"KEY": cfg.MODEL.POINT_HEAD.NUM_FC})
 
 
+def add_two_configs(cfg, other):
+    raise AssertionError("it takes more than a config")
+
+
 class Trainer(DefaultTrainer):
     pass
 """
