@@ -24,12 +24,17 @@ class Card(TensorMeter):
     """The card's allocator: all tensors from now on, except those of ``on_host``.
 
     Attributes:
-        outside_bytes: what the context takes.
+        outside_bytes: what the context takes; a test may let it grow.
+        retries: allocations for which the cache was given back.
     """
 
-    def __init__(self):
+    def __init__(self, total_gb=24.0, outside_gb=0.5):
         super().__init__()
-        self.total_bytes, self.outside_bytes, self.share = 24 * GB, GB // 2, 1.0
+        self.total_bytes = int(total_gb * GB)
+        self.outside_bytes = int(outside_gb * GB)
+        self.share = 1.0
+        self.retries = 0
+        self.out_of_memory = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
 
     def _count(self, storage):
@@ -37,6 +42,7 @@ class Card(TensorMeter):
             return  # a dry run, whose tensors are on the CPU
         super()._count(storage)
         if self.live_bytes > self.share * self.total_bytes:
+            self.out_of_memory += 1
             raise torch.OutOfMemoryError("CUDA out of memory. The card is made up.")
         self.reserved_bytes = max(self.reserved_bytes, self.live_bytes)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
@@ -53,7 +59,7 @@ class Card(TensorMeter):
         live = {"current": self.live_bytes, "peak": self.peak_bytes}
         kinds = {"allocated": live, "active": live, "reserved": reserved}
         stats = {f"{k}_bytes.all.{name}": n for k, v in kinds.items() for name, n in v.items()}
-        return {**stats, "num_alloc_retries": 0, "num_ooms": 0}
+        return {**stats, "num_alloc_retries": self.retries, "num_ooms": self.out_of_memory}
 
     def reset_peak_memory_stats(self, device=None):
         self.peak_bytes = self.live_bytes
@@ -126,9 +132,9 @@ def _dump(file):
 
 
 @contextmanager
-def made_up_card():
+def made_up_card(**options):
     """While open, there is a card; yields it."""
-    card = Card()
+    card = Card(**options)
     with ExitStack() as stack:
         # Dry runs open cuda_as_cpu again, inside: there the memory is their own.
         stack.enter_context(cuda_as_cpu())
@@ -142,8 +148,11 @@ def made_up_card():
             there = property(lambda tensor, value=value: value)
             stack.enter_context(patch.object(torch.Tensor, name, there, create=True))
         stack.enter_context(patch.object(OwnerMeter, "__init__", _of_cpu(OwnerMeter.__init__)))
-        name = "_cuda_clearCublasWorkspaces"
-        stack.enter_context(patch.object(torch._C, name, lambda: None, create=True))
+        private = {
+            "_cuda_clearCublasWorkspaces": lambda: None,
+        }
+        for name, function in private.items():
+            stack.enter_context(patch.object(torch._C, name, function, create=True))
         memory = torch.cuda.memory
         stack.enter_context(patch.object(memory, "_record_memory_history", lambda **_: None))
         stack.enter_context(patch.object(memory, "_dump_snapshot", _dump))
