@@ -16,6 +16,7 @@ from ..techniques.checkpointing import blocks_of
 from ..techniques.registry import TECHNIQUES, TIERS, get_technique
 from .errors import one_line_errors
 from .estimate import DryJob
+from .peaks import FEW
 from .steps import that_work
 from .timeline import Allocate, Timeline
 
@@ -173,7 +174,7 @@ class Ladder:
         if rung not in self._known:
             _, dry_job = self.steps(rung)
             try:
-                dry_job.whole(1) if self._least == 1 else dry_job.run(2)
+                dry_job.whole(self._least) if self._least <= FEW else dry_job.run(2)
                 self._known[rung] = rung, dry_job
             except MemfitError as e:  # some do not run together
                 self._leave_out(f"{', '.join(rung.names)}: left out, {e}")

@@ -27,7 +27,7 @@ __all__ = ["MaskBits", "PackedMasks", "pack_masks"]
 
 aten = torch.ops.aten
 _zeros = torch.zeros  # a dry run replaces the function
-_PART_BYTES = 2**22  # of numbers at a time: more need more memory, fewer need more calls
+_PART_BYTES = 2**25  # of numbers at a time: more need more memory, fewer need more calls
 _BYTES_OF_POINT = 64  # coordinates, indices and weights of a sampled point
 _GATHER = 0x0102040810204080  # times 8 bytes that are 0 or 1: their bits are in the highest byte
 _COPIES = {aten._to_copy, aten.clone}
