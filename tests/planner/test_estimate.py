@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Estimates from few dry runs: lines, ranges, headroom, objects."""
 
+from collections import Counter
+
 import pytest
 from benchmarks.detr_like import add_detr_config
 from tiny import images, tiny_cfg
@@ -41,6 +43,15 @@ def test_more_images_are_on_lines_through_2_and_3(name):
         assert expected.allocated_bytes == pytest.approx(use.allocated_bytes, rel=0.001)
         assert expected.total_bytes == pytest.approx(use.total_bytes, rel=0.05)
         assert sum(expected.breakdown.values()) == pytest.approx(use.allocated_bytes, rel=0.01)
+
+
+def test_the_sum_of_all_owners_is_on_the_line_though_some_are_below_0(monkeypatch):
+    job = dry_job(tiny_cfg("retinanet", fpn=False), 5, batch=WorstCase((64, 64), 2))
+    owners = Counter({"activations": 900 * MB, "workspace": -300 * MB})
+    monkeypatch.setattr(job, "_places_of", lambda _: {("forward", "", ""): owners})
+    use = job.expected_use(5)
+    assert use.allocated_bytes == 600 * MB + use.breakdown["rounding"]
+    assert min(use.breakdown.values()) >= 0
 
 
 def test_images_of_a_user_that_differ_are_all_run():
