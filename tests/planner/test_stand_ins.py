@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.cuda.amp import autocast as autocast_of_old
 from torch.utils.checkpoint import checkpoint
 
