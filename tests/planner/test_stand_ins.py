@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.cuda.amp import autocast as autocast_of_old
 from torch.utils.checkpoint import checkpoint
 
@@ -14,14 +13,9 @@ MADE_BEFORE = torch.autocast("cuda", enabled=False)
 
 MOVES = {
     "cuda": lambda: X.cuda(),
-    "cuda, with an index": lambda: X.cuda(0, non_blocking=True),
     "to": lambda: X.to("cuda"),
-    "to, a device": lambda: X.to(torch.device("cuda", 1)),
     "to, by keyword": lambda: X.to(device="cuda", dtype=torch.float16),
     "to, with an index": lambda: X.to(0),
-    "a module's to": lambda: nn.Linear(2, 2).to("cuda").weight,
-    "zeros": lambda: torch.zeros(2, device="cuda"),
-    "arange": lambda: torch.arange(3, device=torch.device("cuda")),
     "new_zeros": lambda: X.new_zeros(2, device="cuda"),
     "pin_memory": lambda: X.pin_memory(),
 }
