@@ -21,12 +21,6 @@ def test_the_fast_evaluation_is_used_where_it_was_compiled(coins, tmp_path):
     assert evaluator._use_fast_impl is compat.has_compiled_ops()
 
 
-def test_a_dataset_of_unknown_type_is_named(tmp_path):
-    MetadataCatalog.get("made_up").evaluator_type = "made_up_type"
-    with pytest.raises(NotImplementedError, match=r"'made_up'.*'made_up_type'"):
-        Trainer.build_evaluator(get_cfg(), "made_up")
-
-
 def test_keypoints_that_are_not_cocos_are_evaluated(tmp_path):
     annotation = {"id": 1, "image_id": 1, "category_id": 1, "bbox": [8, 8, 40, 40], "iscrowd": 0}
     annotation.update(area=1600, keypoints=[10, 10, 2, 40, 40, 2], num_keypoints=2)

@@ -52,7 +52,6 @@ from d2_memfit.memory import (
 from d2_memfit.techniques import offload
 from d2_memfit.techniques.registry import TECHNIQUES, apply_techniques
 
-CASE = WorstCase((480, 640), 30)
 EXACT = [t.name for t in TECHNIQUES if t.tier == "exact" and t.part == "model"]
 
 GPU = pytest.param(
