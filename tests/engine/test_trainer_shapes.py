@@ -104,7 +104,7 @@ def test_a_technique_that_would_not_be_applied_is_an_error(tmp_path):
             super().__init__(cfg)
 
     keys = {"MEMFIT.CHECKPOINT.MODULES": ["net"]}
-    text = r"ActivationCheckpointing is on and would do nothing: .* self\.build_model\(cfg\), "
+    text = r"ActivationCheckpointing .*would do nothing: .* self\.build_model\(cfg\), "
     with pytest.raises(ConfigError, match=text):
         Trainer(cfg_of(tmp_path, **keys))
     remedied = class_of("past DefaultTrainer")(cfg_of(tmp_path, **keys))
