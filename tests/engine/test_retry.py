@@ -331,16 +331,33 @@ def test_other_errors_are_not_tried_again(error):
     assert len(calls) == 1
 
 
-def test_out_of_memory_in_the_optimizer_is_explained(tmp_path):
-    class Optimizer(torch.optim.SGD):
-        def step(self, closure=None):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+def run_out(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model = CountingModel(2)
-    options = RecoveryOptions(output_dir=str(tmp_path))
-    trainer = AccumulatingTrainer(
-        model, batches(1), Optimizer(model.parameters()), recovery=options
-    )
+
+@pytest.mark.parametrize(
+    ("place", "phases"),
+    [
+        ("engine.train_loop.RankReport.add", ["vote"]),
+        ("common.snapshot.Snapshot.restore", ["forward", "restoration"]),
+        ("engine.retry.release_memory", ["forward", "restoration"]),
+    ],
+)
+def test_an_error_where_nothing_can_be_run_again_is_explained(place, phases, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"d2_memfit.{place}", run_out)
+
+    def fails(names):
+        return len(names) > 1 and phases != ["vote"]
+
+    trainer = failing(fails, 1, CountingModel(2), output_dir=tmp_path)
+    with pytest.raises(OutOfMemoryError, match=f"in the {phases[-1]} of iteration 0"):
+        iterate(trainer)
+    assert [event["phase"] for event in read_record(tmp_path)] == phases
+
+
+def test_out_of_memory_in_the_optimizer_is_explained(tmp_path):
+    trainer = failing(lambda names: False, 1, CountingModel(2), output_dir=tmp_path)
+    trainer.optimizer.step = run_out
     with pytest.raises(OutOfMemoryError, match=r"in the optimizer .*FREEZE_AT"):
         iterate(trainer)
     assert read_record(tmp_path)[0]["phase"] == "optimizer"

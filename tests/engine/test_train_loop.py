@@ -2,6 +2,8 @@
 """Iterations of real and toy models, against Detectron2's and a plain loop."""
 
 import copy
+import inspect
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -16,6 +18,7 @@ from tiny import every_anchor_counts, images, parameters, relative_difference, t
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.errors import DataError
+from d2_memfit.engine.storage import WindowStorage
 from d2_memfit.memory import TensorMeter
 
 NUM_ITERATIONS = 3
@@ -278,3 +281,37 @@ def test_accumulation_needs_the_memory_of_one_micro_batch(family):
     assert peaks[num_images, 1] <= peaks[1, 1] + 1.01 * gradients
     assert peaks[num_images, 1] == pytest.approx(peaks[1, 1], rel=0.01)
     assert peaks[1, num_images] > 3 * peaks[1, 1]
+
+
+@pytest.fixture
+def storage():
+    with EventStorage(7) as storage:
+        storage.put_scalar("x", 1.0)
+        storage.put_scalar("old", 5.0)
+        yield storage
+
+
+def test_a_rewind_drops_later_scalars_and_the_name_scope_that_an_error_left_open(storage):
+    with WindowStorage(storage) as window:
+        window.put_scalar("x", 1.0)
+        num_entries = window.num_entries()
+        for _ in range(2):
+            with suppress(MemoryError), window.name_scope("inner"):
+                window.put_scalar("y", 9.0)
+                raise MemoryError
+            window.rewind(num_entries)
+        window.put_scalar("x", 3.0)
+    window.write()
+    assert storage.history("x").values() == [(1.0, 7), (2.0, 7)]
+    assert set(storage.histories()) == {"x", "old"}
+
+
+@pytest.mark.skipif(
+    "cur_iter" not in inspect.signature(EventStorage.put_scalar).parameters,
+    reason="Detectron2 v0.6 has no cur_iter",
+)
+def test_an_explicit_iteration_is_kept(storage):
+    with WindowStorage(storage) as window:
+        window.put_scalar("x", 2.0, cur_iter=100)
+    window.write()
+    assert storage.history("x").values() == [(1.0, 7), (2.0, 100)]

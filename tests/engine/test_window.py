@@ -32,10 +32,7 @@ def taken(window, *sizes, across_batches=True):
 @pytest.mark.parametrize("is_loaded", [False, True])
 @pytest.mark.parametrize(
     ("across_batches", "expected"),
-    [
-        (True, [[0, 1, 2], [3, 4, 5], [6, 7]]),
-        (False, [[0, 1, 2], [3], [4, 5, 6], [7]]),
-    ],
+    [(True, [[0, 1, 2], [3, 4, 5], [6, 7]]), (False, [[0, 1, 2], [3], [4, 5, 6], [7]])],
 )
 def test_images_come_in_the_loaders_order(is_loaded, across_batches, expected):
     window = Window(iter(BATCHES), 3)

@@ -14,11 +14,7 @@ from tiny import run_process
 
 from d2_memfit.common.errors import ConfigError
 from d2_memfit.engine.hooks import EnforceBudget
-from d2_memfit.memory import (
-    auto_budget_gb,
-    enforce_budget,
-    process_memory,
-)
+from d2_memfit.memory import auto_budget_gb, enforce_budget, process_memory
 
 
 def run_code(code):

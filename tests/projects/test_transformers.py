@@ -54,8 +54,7 @@ def test_the_losses_add_up_to_that_of_transformers_and_reach_all_parameters(kind
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_masks"),
-    [(kind, masks) for kind, masks in MODELS if kind != "rt_detr_v2"],
+    ("kind", "has_masks"), [(kind, masks) for kind, masks in MODELS if kind != "rt_detr_v2"]
 )
 def test_a_window_has_the_gradient_of_one_forward(kind, has_masks, monkeypatch):
     """With 9, 1 and no objects. RT-DETR draws other denoising queries in each forward."""

@@ -43,8 +43,7 @@ def folder(coins, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(FPN, marks=pytest.mark.slow), pytest.param(VITDET, marks=NEEDS_VIT)],
+    "config", [pytest.param(FPN, marks=pytest.mark.slow), pytest.param(VITDET, marks=NEEDS_VIT)]
 )
 def test_it_trains_with_checkpointing_and_is_evaluated(config, folder, log):
     main(["train", "--config-file", str(config), *SHORT])

@@ -16,11 +16,11 @@ from d2_memfit.techniques.registry import apply_techniques
 GB = 2**30
 
 
-def plan(budget_gb, workers=8, log=None):
+def plan(budget_gb):
     """The config that comes out."""
     cfg = tiny_cfg(fpn=False)
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800,), 1333
-    cfg.DATALOADER.NUM_WORKERS = workers
+    cfg.DATALOADER.NUM_WORKERS = 8
     cfg.MEMFIT.HOST.BUDGET_GB = budget_gb
     cfg.freeze()
     return apply_techniques("config", cfg, cfg)

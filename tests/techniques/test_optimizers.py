@@ -31,14 +31,6 @@ def make(cfg, model):
     return apply_techniques("optimizer", build_optimizer(cfg, model), cfg)
 
 
-def train(cfg, num_iterations=3):
-    model = tiny_model(cfg)
-    optimizer = make(cfg, model)
-    torch.manual_seed(0)
-    iterate(AccumulatingTrainer(model, [images(2)] * num_iterations, optimizer), num_iterations)
-    return model, optimizer
-
-
 def test_sharding_on_one_rank_is_an_error():
     cfg = cfg_with("MEMFIT.OPTIMIZER.ZERO", True)
     with pytest.raises(ConfigError, match=r"ZERO shares .* and there is one rank. Set it False"):
