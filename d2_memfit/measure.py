@@ -21,12 +21,12 @@ import torch
 from detectron2.utils.events import EventStorage
 
 from .common import GB
+from .common.compat import clear_cublas_workspaces
+from .common.errors import ConfigError
 from .common.files import check_outputs
-from .compat.pytorch import clear_cublas_workspaces
 from .config.load import load_cfg, with_settings
 from .config.settings import RecoveryOptions
 from .engine.train_loop import AccumulatingTrainer
-from .errors import ConfigError
 from .job import Job, WorstCase
 from .memory import device_and_software, enforce_budget, use_expandable_segments
 from .planner.estimate import estimate_memory

@@ -12,12 +12,12 @@ import torch
 from detectron2.utils.events import EventStorage
 from torch import nn
 
+from .common.errors import DataError, MemfitError
 from .common.snapshot import Snapshot
 from .config.settings import NormalizerOptions
 from .engine.loss_check import LIMIT, check_losses, gradient_of
 from .engine.loss_report import HELP, LossReport
 from .engine.window import as_given, images_of
-from .errors import DataError, MemfitError
 from .job import LossFn, losses_of
 
 __all__ = ["AccumulationFinding", "check_accumulation"]

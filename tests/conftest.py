@@ -20,18 +20,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the tests beside these need cores too
 
 _numbers = itertools.count()
 
-# Scripts import what lies beside them.
-for folder in (
-    "projects/Coins",
-    "projects/RFDETR",
-    "projects/SmallerModels",
-    "projects/TiledImages",
-    "projects/Torchvision",
-    "projects/Transformers",
-    "projects/ViTDet",
-    "tools",
-):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / folder))
+_ROOT = Path(__file__).resolve().parents[1]
+for folder in (*sorted(_ROOT.glob("projects/*")), _ROOT / "tools"):
+    sys.path.insert(0, str(folder))  # scripts import what lies beside them
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -75,22 +66,22 @@ def coins(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
-def two_ranks():
+def ranks(number):
     from ranks import Ranks
 
-    ranks = Ranks(2)
+    ranks = Ranks(number)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    yield from ranks(2)
 
 
 @pytest.fixture(scope="session")
 def three_ranks():
-    from ranks import Ranks
-
-    ranks = Ranks(3)
-    yield ranks
-    ranks.stop()
+    yield from ranks(3)
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,6 @@ from unittest import mock
 
 import torch
 
-__all__ = ["CONTEXT", "FORKED_RANKS", "Forked", "end_with_parent", "run_forked", "start_server"]
-
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["d2_memfit.cli.commands", "d2_memfit.cli.train", "ranks"])
 

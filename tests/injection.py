@@ -11,19 +11,8 @@ from detectron2.utils.events import EventStorage
 from tiny import parameters
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.doctor.patient import InjectedTrainer, Injector
+from d2_memfit.doctor.patient import InjectedTrainer, Injector  # noqa: F401, for tests
 from d2_memfit.engine.window import image_names
-
-__all__ = [
-    "FailingTrainer",
-    "InjectedTrainer",
-    "Injector",
-    "everything",
-    "iterate",
-    "scalars",
-    "scripted",
-    "seed_all",
-]
 
 seed_all = partial(seed_all_rng, 0)
 

@@ -14,8 +14,6 @@ from detectron2.solver.build import get_default_optimizer_params
 from omegaconf import OmegaConf
 from tiny import tiny_cfg, tiny_model
 
-__all__ = ["lazy_config"]
-
 
 def lazy_config(**train):
     mapper = {

@@ -6,8 +6,6 @@ import json
 import yaml
 from tiny import tiny_cfg
 
-__all__ = ["OOM", "config_text", "headed", "log", "notebook", "progress"]
-
 OOM = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total "
     "capacity of 10.00 GiB of which 512.00 MiB is free. Process 71 has 1.00 GiB memory in use. "
@@ -70,7 +68,8 @@ def headed(messages, style="file"):
             texts.append(f"[{date}] d2.engine.defaults INFO: {message}\n")
         else:
             texts.append(f"\x1b[32m[{date} d2.engine.defaults]: \x1b[0m{message}\n")
-    return "".join(texts)
+    text = "".join(texts)
+    return text.replace("\x1b", "") if style == "pasted" else text  # some editors lose it
 
 
 def log(*end, iterations=(19, 39), config=CONFIG):

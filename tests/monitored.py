@@ -7,8 +7,6 @@ import torch
 
 from d2_memfit import AccumulatingTrainer
 
-__all__ = ["cheap_trainer"]
-
 
 class Linear(torch.nn.Linear):
     def forward(self, batch):

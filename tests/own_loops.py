@@ -3,8 +3,6 @@
 
 from detectron2.utils.events import EventStorage
 
-__all__ = ["OnlySteps", "StepsItself", "StopsEarly"]
-
 
 class StopsEarly:
     """It may stop early, as detectree2's."""

@@ -9,8 +9,6 @@ from itertools import takewhile
 
 from tiny import ROOT
 
-__all__ = ["paste"]
-
 
 def paste(printed, folder, *more, **placeholders):
     """Run the last command after "Next" in a folder, with more arguments; return what it prints."""

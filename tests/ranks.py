@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from forks import CONTEXT, end_with_parent, start_server
 
-from d2_memfit import compat
+from d2_memfit.common import compat
 
 TIMEOUT_S = 120
 

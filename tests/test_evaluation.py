@@ -7,24 +7,10 @@ from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 
-from d2_memfit import compat, get_cfg
+from d2_memfit import get_cfg
 from d2_memfit.cli.train import Trainer
 from d2_memfit.data.registration import register_coco
 from d2_memfit.engine.evaluating import evaluating
-
-
-def test_the_fast_evaluation_is_used_where_it_was_compiled(coins, tmp_path):
-    cfg = get_cfg()
-    cfg.OUTPUT_DIR = str(tmp_path)
-    evaluator = Trainer.build_evaluator(cfg, "coins_val")
-    assert isinstance(evaluator, COCOEvaluator)
-    assert evaluator._use_fast_impl is compat.has_compiled_ops()
-
-
-def test_a_dataset_of_unknown_type_is_named(tmp_path):
-    MetadataCatalog.get("made_up").evaluator_type = "made_up_type"
-    with pytest.raises(NotImplementedError, match=r"'made_up'.*'made_up_type'"):
-        Trainer.build_evaluator(get_cfg(), "made_up")
 
 
 def test_keypoints_that_are_not_cocos_are_evaluated(tmp_path):

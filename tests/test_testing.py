@@ -6,7 +6,7 @@ import torch
 from criteria import Detector, Detr, annotated_images
 from torch import nn
 
-from d2_memfit.errors import ConfigError, DataError
+from d2_memfit.common.errors import ConfigError, DataError
 from d2_memfit.testing import check_accumulation
 
 IMAGES = annotated_images((10, 3, 0, 5))
@@ -92,14 +92,6 @@ class Vector(Detector):
         return {"loss": self.features(batch).abs().mean((1, 2, 3))}
 
 
-def steps(model, batch):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = model(batch)["loss"]
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 def walks_back(model, batch):
     loss = model(batch)["loss"]
     loss.backward()
@@ -110,7 +102,6 @@ def walks_back(model, batch):
     ("kind", "loss_fn", "text"),
     [
         (Vector, None, "losses of one number"),
-        (MeanOverImages, steps, r"calls backward\(\) by itself"),
         (MeanOverImages, walks_back, r"calls backward\(\) by itself"),
         (MeanOverImages, lambda model, batch: 3.0, "must return a loss or a dict"),
     ],

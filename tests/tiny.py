@@ -15,20 +15,6 @@ from d2_memfit import Job
 from d2_memfit.config.load import load_cfg
 from d2_memfit.techniques.registry import get_technique
 
-__all__ = [
-    "ROOT",
-    "every_anchor_counts",
-    "image",
-    "images",
-    "parameters",
-    "read_metrics",
-    "relative_difference",
-    "run_process",
-    "suggested",
-    "tiny_cfg",
-    "tiny_model",
-]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

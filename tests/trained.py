@@ -4,8 +4,6 @@
 import torch
 from tiny import tiny_cfg, tiny_model
 
-__all__ = ["save_trained"]
-
 
 def save_trained(folder, family="mask_rcnn", fpn=False, **keys):
     """A config and random weights, as a training leaves them; every score is a detection."""

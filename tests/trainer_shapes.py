@@ -30,7 +30,6 @@ class Detector(nn.Module):
     """Its criterion adds the number of boxes up over ranks. Rank 1 may run out of memory."""
 
     fails = ""  # in the "forward", the "criterion" or the "backward"
-    fits = 1  # images
 
     def __init__(self):
         super().__init__()
@@ -51,7 +50,7 @@ class Detector(nn.Module):
 
     def _fail(self, phase, batch):
         is_here = comm.get_rank() == 1 and get_event_storage().iter == 1
-        if is_here and phase == self.fails and len(batch) > self.fits:
+        if is_here and phase == self.fails and len(batch) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. injected")
 
 
@@ -197,14 +196,8 @@ def on_a_cpu(init):
 
 
 def class_of(shape):
-    return type("Trainer", (MemfitMixin, {**PROJECTS, **CHANGED}[shape]), {})
-
-
-# With one more base class.
-CHANGED = {
-    "SimpleTrainer": type("FewShot", (FewShot, AccumulatingTrainer), {}),
-}
-SHAPES = list(PROJECTS)
+    more = (AccumulatingTrainer,) if shape == "SimpleTrainer" else ()
+    return type("Trainer", (MemfitMixin, PROJECTS[shape], *more), {})
 
 
 def cfg_of(output_dir, **keys):
@@ -219,7 +212,7 @@ def cfg_of(output_dir, **keys):
     return cfg
 
 
-def train(rank, shape, output_dir, keys, fails="", fits=1, first=0, last=4):
+def train(rank, shape, output_dir, keys, fails="", first=0, last=4):
     """Train a shape from iteration ``first`` to ``last``; return weights and optimizer's states."""
     logging.getLogger("detectron2").setLevel(logging.WARNING)
     seed_all_rng(rank + first)
@@ -232,7 +225,7 @@ def train(rank, shape, output_dir, keys, fails="", fits=1, first=0, last=4):
     trainer.resume_or_load(resume=first > 0)
     assert trainer.start_iter == first
     model = trainer.model.module if comm.get_world_size() > 1 else trainer.model
-    model.fails, model.fits = fails, fits
+    model.fails = fails
 
     def end(trainer):
         if trainer.iter + 1 == last < cfg.SOLVER.MAX_ITER:

@@ -8,15 +8,8 @@ from typing import Any, Optional
 
 from .. import __version__
 
-__all__ = [
-    "COMMANDS",
-    "OPTIONS_OF",
-    "add_options",
-    "argument_parser",
-    "command_parser",
-    "default_of",
-]
-__all__ += ["files_read"]
+__all__ = ["COMMANDS", "OPTIONS_OF", "add_options", "argument_parser", "command_parser"]
+__all__ += ["default_of", "files_read"]
 
 _DESCRIPTION = (
     "Train Detectron2 models within the available memory. Before training, and without a GPU, "

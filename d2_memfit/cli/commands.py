@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import Optional
 from unittest.mock import patch
 
+from ..common.errors import ConfigError, exit_on_error
 from ..common.files import check_outputs
 from ..engine.ending import signals_end_at_once
 from ..engine.launch import world_size
-from ..errors import ConfigError, exit_on_error
 from .command_line import command_parser, files_read
 from .screen import end_progress, show
 

@@ -3,6 +3,7 @@
 
 import argparse
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ..common.checks import value_of
+from ..common.errors import ConfigError
 from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
 from ..config.lazy import overrides_of
@@ -23,7 +25,6 @@ from ..config.settings import check_settings
 from ..data.coco_file import CocoFile, check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import Setting, fit_to_data, goes_with_data
-from ..errors import ConfigError
 from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
 __all__ = ["Config", "budget_keys", "check_lazy_options", "find_function", "is_lazy", "job_of"]
@@ -80,7 +81,15 @@ def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
     if not trainer_of(args) or given:
         return given
     names = vars(sys.modules[args.trainer.partition(":")[0]])
-    return [value for name, value in names.items() if _ADDS_KEYS.fullmatch(name)]
+    return [v for name, v in names.items() if _ADDS_KEYS.fullmatch(name) and _takes_a_config(v)]
+
+
+def _takes_a_config(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind("cfg")
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def check_lazy_options(args: argparse.Namespace, *others: str) -> None:

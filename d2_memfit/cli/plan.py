@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
 
+from ..common.errors import ConfigError
 from ..common.files import output_file
 from ..config.cards import find_card
-from ..errors import ConfigError
 from ..job import Job
 from ..memory import use_expandable_segments
 from ..planner.estimate import DryJob

@@ -13,13 +13,13 @@ from omegaconf import DictConfig
 
 from ..common import GB
 from ..common.checks import Check, fits, usable_device, whole
+from ..common.errors import ConfigError
 from ..common.files import check_outputs
 from ..data.coco_file import CocoFile, check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import check_classes
 from ..engine.evaluating import evaluating
 from ..engine.oom_log import logger as recovery
-from ..errors import ConfigError
 from ..memory import device_memory, use_expandable_segments
 from ..predict.files import FilePrediction, metadata_of, outputs_of
 from ..predict.images import find_files

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from ..common import GB
-from ..errors import printable
+from ..common.errors import printable
 from ..memory import device_memory
 from .command_line import OPTIONS_OF, default_of
 

@@ -25,13 +25,13 @@ from omegaconf import DictConfig, ListConfig
 from torch import nn
 
 from ..common.checks import usable_device
+from ..common.compat import has_compiled_ops
+from ..common.errors import ConfigError, MemfitError, exit_on_error
 from ..common.files import FolderLock, check_run_folder, whole_file
-from ..compat import has_compiled_ops
 from ..config.files import find_config_file
 from ..config.lazy import cfg_of_lazy
 from ..config.load import load_cfg, merge_opts, with_settings
-from ..config.precision import Precision
-from ..config.settings import check_settings
+from ..config.settings import Precision, check_settings
 from ..data.hold_out import hold_out
 from ..data.registration import check_datasets, register_coco
 from ..engine.build import build_trainer
@@ -40,7 +40,6 @@ from ..engine.defaults import MemfitTrainer
 from ..engine.ending import causes_named, signals_end_at_once
 from ..engine.evaluating import evaluating
 from ..engine.launch import launch, world_size
-from ..errors import ConfigError, MemfitError, exit_on_error
 from ..job import Job, LazyParts, TrainerParts
 from ..memory import keep_plan, use_expandable_segments
 from ..planner.fit_config import fit_config

@@ -12,25 +12,11 @@ from typing import Any, Union, get_args, get_origin
 import torch
 from detectron2.config import CfgNode
 
-from ..errors import ConfigError, ConfigErrors
+from .errors import ConfigError, ConfigErrors
 
-__all__ = [
-    "Check",
-    "check_all",
-    "check_bool",
-    "check_device",
-    "check_positive_int",
-    "check_positive_number",
-    "check_strings",
-    "choice",
-    "did_you_mean",
-    "fits",
-    "or_none",
-    "suggestion",
-    "usable_device",
-    "value_of",
-    "whole",
-]
+__all__ = ["Check", "check_all", "check_bool", "check_device", "check_positive_int"]
+__all__ += ["check_positive_number", "check_strings", "choice", "did_you_mean", "fits", "or_none"]
+__all__ += ["suggestion", "usable_device", "value_of", "whole"]
 
 
 def value_of(cfg: CfgNode, key: str) -> Any:

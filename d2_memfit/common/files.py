@@ -8,15 +8,14 @@ import os
 import socket
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import IO, Any, Optional, Union, get_type_hints
 
 import yaml
 from detectron2.utils.file_io import PathManager
 
-from ..errors import ConfigError, DataError
 from .checks import fits
+from .errors import ConfigError, DataError
 
 try:
     import fcntl
@@ -30,8 +29,6 @@ __all__ += ["Name", "SafeLoader", "checked", "load_fields", "load_json", "verify
 Name = Union[str, "os.PathLike[str]"]
 
 SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, with libyaml
-
-_TYPES = {int: "an integer", float: "a finite number", str: "a text", bool: "true or false"}
 
 LEFTOVERS = "*.memfit_tmp"  # files of processes that were killed while writing
 
@@ -107,21 +104,13 @@ def load_fields(cls: Any, values: Any, where: str) -> Any:
         where: the start of the message: the file.
 
     Raises:
-        DataError: a field is missing or unknown, or has a value of another type. NaN is not a
-            number here.
+        DataError: a field is missing, or has a value of another type. NaN is not a number here.
     """
-    hints = get_type_hints(cls)
-    values = values if isinstance(values, dict) else {}
-    for field in fields(cls):
-        is_needed = field.default is field.default_factory is MISSING
-        if is_needed and field.name not in values:
-            raise DataError(f"{where}: the field {field.name} is missing")
-    for name, value in values.items():
-        if name not in hints:
-            raise DataError(f"{where}: there is no field {name}")
-        if not fits(value, hint := hints[name]):
-            raise DataError(f"{where}: {name} must be {_TYPES.get(hint, hint)}, got {value!r:.99}")
-    return cls(**values)
+    hints, values = get_type_hints(cls), values if isinstance(values, dict) else {}
+    for name, hint in hints.items():
+        if not fits(values.get(name), hint):
+            raise DataError(f"{where}: {name} must be {hint}, got {values.get(name)!r:.99}")
+    return cls(**{name: values[name] for name in hints})
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from ..compat.pytorch import default_group_replaced
+from .compat import default_group_replaced
 
 __all__ = ["RandomState", "SameDraws", "alone", "no_information", "unchanged_random_state"]
 

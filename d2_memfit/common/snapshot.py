@@ -23,7 +23,7 @@ import torch
 from detectron2.layers import FrozenBatchNorm2d
 from torch import nn
 
-from ..compat.pytorch import BatchNorm, own_buffers
+from .compat import BatchNorm, own_buffers
 from .side_work import RandomState
 
 __all__ = ["Snapshot", "changed_by_forward", "state_of", "weights_that_may_change"]

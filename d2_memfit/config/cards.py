@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..common.checks import did_you_mean
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 
 __all__ = ["CARDS", "PRESETS", "Card", "cards_named", "find_card", "settings_of_card"]
 __all__ += ["why_no_card_has"]
@@ -42,7 +42,6 @@ class Card:
         name: the card's name without its memory and NVIDIA's, as PyTorch reports it.
         memory_gb: nominal memory.
         usable_gb: memory that PyTorch reports.
-        capability: compute capability, such as "8.6".
         context_mb: memory of an empty CUDA context.
         float16_fails: whether training in float16 is known to give NaN.
         is_unified: whether CPU and GPU share one memory.
@@ -52,7 +51,6 @@ class Card:
     name: str
     memory_gb: float
     usable_gb: float
-    capability: str
     context_mb: float
     float16_fails: bool
     is_unified: bool
@@ -80,7 +78,6 @@ def _read_table() -> dict[str, Card]:
             name=row["card"],
             memory_gb=float(row["GB"]),
             usable_gb=float(row["usable GB"]),
-            capability=row["capability"],
             context_mb=float(row["context MB"]),
             float16_fails=row["remarks"] == "float16 fails",
             is_unified=row["remarks"] == "unified",

@@ -22,9 +22,9 @@ import yaml
 from detectron2.config import CfgNode
 
 from ..common.checks import did_you_mean, suggestion
+from ..common.errors import ConfigError
 from ..common.files import SafeLoader, is_file
 from ..common.patching import replaced_functions
-from ..errors import ConfigError
 from .keys import keys_of
 
 __all__ = ["OUR_ZOO", "arithmetic_in_yaml", "detectron2_zoo", "find_config_file"]

@@ -24,8 +24,8 @@ from ..common.checks import (
     or_none,
     whole,
 )
+from ..common.errors import ConfigError
 from ..data.classes import shorter_sides
-from ..errors import ConfigError
 from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS
 

@@ -7,7 +7,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from omegaconf import DictConfig, OmegaConf
 
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 from .load import get_cfg, merge_memfit, with_settings
 
 __all__ = ["cfg_of_lazy", "evaluates_lazy", "lazy_name", "overrides_of"]

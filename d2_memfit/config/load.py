@@ -12,7 +12,7 @@ from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg as _get_detectron2_cfg
 
 from ..common.checks import check_all
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 from .files import arithmetic_in_yaml, find_config_file
 from .keys import checks_of, default_keys, keys_of, leaves, unknown_key
 

@@ -4,7 +4,7 @@
 from detectron2.config import CfgNode
 
 from ..common.checks import did_you_mean
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 from .files import OUR_ZOO
 from .load import load_cfg
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from ..common.errors import DataError
 from ..common.files import load_json
-from ..errors import DataError
 from .faults import Summary, check, look_at_annotations, look_at_images
 
 __all__ = ["CocoFile", "check_coco_file", "keypoint_names"]

@@ -14,8 +14,8 @@ from detectron2.structures import BoxMode
 from PIL import Image
 
 from ..common.checks import fits, value_of
+from ..common.errors import DataError, printable
 from ..common.files import checked
-from ..errors import DataError, printable
 from .classes import class_keys, names_in
 
 __all__ = ["Case", "Summary", "check", "kinds_of", "look_at_annotations", "look_at_images"]

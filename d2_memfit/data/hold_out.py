@@ -6,8 +6,8 @@ import os
 import random
 from pathlib import Path
 
+from ..common.errors import ConfigError
 from ..common.files import check_outputs, output_file
-from ..errors import ConfigError
 from .coco_file import check_coco_file
 
 __all__ = ["hold_out"]

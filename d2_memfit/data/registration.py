@@ -14,9 +14,9 @@ from detectron2.evaluation import COCOEvaluator
 from detectron2.utils.logger import log_first_n
 
 from ..common.checks import did_you_mean
+from ..common.errors import ConfigError, DataError
 from ..common.files import is_file, load_json
 from ..common.patching import replaced_functions
-from ..errors import ConfigError, DataError
 from .coco_file import keypoint_names
 
 __all__ = ["check_datasets", "register_coco", "unique_annotation_ids"]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from detectron2.config import CfgNode
 
 from ..common.checks import value_of
-from ..errors import ConfigError, DataError
+from ..common.errors import ConfigError, DataError
 from .classes import class_keys, names_in
 from .coco_file import CocoFile
 from .faults import check, kinds_of

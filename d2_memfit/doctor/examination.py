@@ -12,11 +12,11 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
+from ..common.errors import ConfigError, MemfitError
 from ..common.snapshot import Snapshot, changed_by_forward, state_of
 from ..engine.defaults import MemfitMixin
 from ..engine.loss_check import check_losses
 from ..engine.window import images_of
-from ..errors import ConfigError, MemfitError
 from ..job import Job, capture_loader, statistics_of
 from ..planner.errors import one_line_errors
 from .patient import Patient, Untested, Unwell

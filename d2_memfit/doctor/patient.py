@@ -15,14 +15,13 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
+from ..common.compat import TorchDispatchMode, storage_id
+from ..common.errors import MemfitError
 from ..common.side_work import alone, no_information
-from ..compat.pytorch import TorchDispatchMode, storage_id
-from ..config.precision import Precision
-from ..config.settings import NormalizerOptions, RecoveryOptions
+from ..config.settings import NormalizerOptions, Precision, RecoveryOptions
 from ..engine.ranks import RankReport
 from ..engine.train_loop import AccumulatingTrainer
 from ..engine.window import MicroBatch, Window
-from ..errors import MemfitError
 from ..job import Job, losses_of, resize_image, size_of
 from ..memory import storages
 from ..planner.stand_ins import cuda_as_cpu

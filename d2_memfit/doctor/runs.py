@@ -23,13 +23,13 @@ from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from torch import nn
 
-from .. import compat
+from ..common import compat
+from ..common.errors import ConfigError, MemfitError
 from ..common.side_work import no_information
 from ..config.load import with_settings
 from ..engine.build import build_trainer
 from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.defaults import MemfitMixin
-from ..errors import ConfigError, MemfitError
 from ..job import Job
 from ..planner.errors import one_line_errors
 from ..planner.stand_ins import cuda_as_cpu

@@ -15,9 +15,9 @@ import torch
 from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
-from .. import compat
+from ..common import compat
+from ..common.compat import shut_down, workers_of
 from ..common.side_work import RandomState
-from ..compat.pytorch import shut_down, workers_of
 from .ending import leave_signals_to_parent, worker_deaths_wait
 
 

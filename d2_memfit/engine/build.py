@@ -14,12 +14,12 @@ from detectron2.utils import comm
 from fvcore.common.checkpoint import Checkpointer
 from torch import nn
 
-from .. import compat
+from ..common import compat
 from ..common.checks import value_of
+from ..common.errors import CheckpointError, ConfigError, RankError, one_line
 from ..common.files import is_config_dump, is_local, whole_file
 from ..config.keys import default_keys
 from ..config.load import without_memfit_keys
-from ..errors import CheckpointError, ConfigError, RankError, one_line
 from ..job import Job, TrainerParts, checked_loader
 from ..memory import enforce_budget
 from ..techniques.registry import apply_techniques, techniques_on

@@ -15,9 +15,9 @@ import torch
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.engine import TrainerBase
 
-from .. import compat
+from ..common import compat
+from ..common.errors import CheckpointError
 from ..common.files import LEFTOVERS, FolderLock, checked, is_local, verify_checksums, whole_file
-from ..errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import torch.distributed.nn  # its functions' default group is the group at impo
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from ..compat.pytorch import cross_entropy_owner, default_group_replaced, tree_iter
+from ..common.compat import cross_entropy_owner, default_group_replaced, tree_iter
 from .means import answered_means
 from .window import MicroBatch, count_objects
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from detectron2.utils import comm
 from detectron2.utils.events import EventStorage, get_event_storage
 
-from .. import compat
+from ..common import compat
+from ..common.errors import ConfigError, OutOfMemoryError
 from ..common.snapshot import Snapshot, weights_that_may_change
 from ..config.settings import NormalizerOptions
-from ..errors import ConfigError, OutOfMemoryError
 from ..job import objects_in
 from ..memory import error_line, is_out_of_memory
 from . import collectives

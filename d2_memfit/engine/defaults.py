@@ -13,8 +13,8 @@ from detectron2.config import CfgNode
 from detectron2.engine import AMPTrainer, DefaultTrainer, SimpleTrainer, TrainerBase
 from detectron2.solver import LRMultiplier
 
-from .. import compat
-from ..common.logs import start_logging
+from ..common import compat
+from ..common.errors import start_logging
 from ..common.patching import files_of_classes, replaced_functions
 from ..config.load import with_memfit_keys
 from ..config.settings import auto_scale_workers

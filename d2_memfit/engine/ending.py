@@ -19,10 +19,16 @@ from detectron2.utils import comm
 from fvcore.common.checkpoint import Checkpointer
 from torch.multiprocessing import ProcessExitedException
 
-from .. import compat
-from ..common.logs import tracebacks_only_in_files, write_traceback
-from ..compat.pytorch import end_with_parent
-from ..errors import START_HERE, MemfitError, RankError, one_line
+from ..common import compat
+from ..common.compat import end_with_parent
+from ..common.errors import (
+    START_HERE,
+    MemfitError,
+    RankError,
+    one_line,
+    tracebacks_only_in_files,
+    write_traceback,
+)
 from ..memory import is_killed_worker, is_lost_rank, is_out_of_memory
 from .window import host_memory_error
 

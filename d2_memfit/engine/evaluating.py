@@ -10,7 +10,7 @@ from unittest.mock import patch
 from detectron2.config import CfgNode
 from torch import nn
 
-from .. import compat
+from ..common import compat
 from ..common.side_work import unchanged_random_state
 from ..common.snapshot import Snapshot
 from ..config.settings import RecoveryOptions, Settings

@@ -15,10 +15,10 @@ from detectron2.engine import HookBase
 from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 
-from .. import compat, memory
-from ..common import GB, MB
+from .. import memory
+from ..common import GB, MB, compat
+from ..common.compat import dump_memory_snapshot, record_memory_history
 from ..common.files import is_local
-from ..compat.pytorch import dump_memory_snapshot, record_memory_history
 from ..job import Job
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ import torch.multiprocessing as mp
 from detectron2.engine.launch import DEFAULT_TIMEOUT
 from detectron2.utils import comm
 
-from .. import compat
-from ..compat.pytorch import end_with_parent
-from ..errors import ConfigError
+from ..common import compat
+from ..common.compat import end_with_parent
+from ..common.errors import ConfigError
 from .ending import signals_passed_on
 
 __all__ = ["launch", "world_size"]

@@ -25,11 +25,11 @@ from detectron2.utils.events import EventStorage, get_event_storage
 from torch import nn
 from tqdm import tqdm
 
+from ..common.compat import compiled_frames, forget_compiled
+from ..common.errors import ConfigError, one_line
 from ..common.side_work import SameDraws
 from ..common.snapshot import Snapshot, changed_by_forward, state_of, weights_that_may_change
-from ..compat.pytorch import compiled_frames, forget_compiled
 from ..config.settings import NormalizerOptions
-from ..errors import ConfigError, one_line
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Numbers, added, is_same

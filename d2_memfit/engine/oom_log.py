@@ -15,10 +15,9 @@ from detectron2.utils import comm
 from detectron2.utils.file_io import PathManager
 from torch import nn
 
-from .. import compat
-from ..common import GB
+from ..common import GB, compat
+from ..common.errors import START_HERE, OutOfMemoryError
 from ..config.settings import RecoveryOptions
-from ..errors import START_HERE, OutOfMemoryError
 from ..memory import device_memory, error_line, is_out_of_memory
 from .window import count_images, count_objects, dataset_dicts
 

@@ -15,10 +15,9 @@ from detectron2.utils.events import get_event_storage
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import compat
-from ..common import MB
-from ..compat.pytorch import has_communication_hooks, take_tensors
-from ..errors import ConfigError, MemfitError
+from ..common import MB, compat
+from ..common.compat import has_communication_hooks, take_tensors
+from ..common.errors import ConfigError, MemfitError
 from .retry import RecoveryReport
 from .window import MicroBatch, Window, image_names
 

@@ -12,9 +12,9 @@ import torch
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
+from ..common.errors import OutOfMemoryError
 from ..common.snapshot import Snapshot, weights_that_may_change
 from ..config.settings import RecoveryOptions
-from ..errors import OutOfMemoryError
 from ..job import resize_image
 from ..memory import is_out_of_memory, release_memory
 from ..techniques.checkpointing import checkpointed

@@ -10,7 +10,7 @@ import torch
 from detectron2.engine import HookBase, SimpleTrainer
 from detectron2.utils import comm
 
-from .. import compat
+from ..common import compat
 from ..common.side_work import RandomState
 from .batches import ResumableBatches, UnknownLoader
 from .ending import saved_at_end, saved_if_failing

@@ -13,13 +13,12 @@ from detectron2.utils.events import get_event_storage
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import compat
+from ..common import compat
 from ..common.checks import check_positive_int
+from ..common.errors import ConfigError, OutOfMemoryError
 from ..common.snapshot import Snapshot
 from ..config.keys import check_arguments
-from ..config.precision import Precision
-from ..config.settings import NormalizerOptions, RecoveryOptions
-from ..errors import ConfigError, OutOfMemoryError
+from ..config.settings import NormalizerOptions, Precision, RecoveryOptions
 from ..job import LossFn, losses_of
 from . import ranks
 from .counts import Counts

@@ -9,7 +9,7 @@ from typing import Any, Optional
 
 import torch
 
-from ..errors import START_HERE, ConfigError, DataError, HostMemoryError
+from ..common.errors import START_HERE, ConfigError, DataError, HostMemoryError
 from ..job import objects_in
 from ..memory import error_line, is_loader_out_of_memory
 

@@ -3,7 +3,6 @@
 
 import sys
 from types import ModuleType
-from typing import Any
 
 from .rebuild import Help
 from .verdict import Explanation, explain
@@ -14,8 +13,7 @@ __all__ = ["Explanation", "Help", "explain"]
 class _Callable(ModuleType):
     """The room, which is called as the function: ``d2_memfit.explain(path)``."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
-        return explain(*args, **kwargs)
+    __call__ = staticmethod(explain)
 
 
 sys.modules[__name__].__class__ = _Callable

@@ -3,7 +3,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Optional
 
@@ -14,11 +14,12 @@ from detectron2.data import transforms as T
 from detectron2.engine import DefaultTrainer
 from detectron2.modeling import META_ARCH_REGISTRY
 
+from ..common.errors import ConfigError
 from ..common.files import SafeLoader
 from ..config.cards import Card, find_card
-from ..config.load import load_cfg
+from ..config.keys import leaves
+from ..config.load import load_cfg, with_settings
 from ..data.registration import register_coco
-from ..errors import ConfigError
 from ..job import Job
 from ..planner.device import DeviceModel
 from .records import LoggedRun
@@ -26,7 +27,7 @@ from .records import LoggedRun
 __all__ = ["Help", "card_of", "rebuild", "release_of"]
 
 # Values of the log that are of its machine.
-_HERE = {"OUTPUT_DIR": "./output", "MODEL.DEVICE": "cuda"}
+_HERE = {"OUTPUT_DIR": "./output", "MODEL.DEVICE": "cuda", "VERSION": 2}
 _MOST_CLASSES = 10_000  # of a dataset: more is a mistake
 _KINDS = {"semantic": "sem_seg", "panoptic": "coco_panoptic_seg"}
 
@@ -62,16 +63,11 @@ def rebuild(run: LoggedRun, help: Help) -> tuple[Job, DeviceModel, list[str]]:
         ConfigError: something of the job is neither in the log nor here.
     """
     (card, _), release, ranks = card_of(run), release_of(run), run.ranks or 1
-    device = replace(
-        DeviceModel.load(card.device if card else "cuda"),
-        card_is_known=bool(run.gpus),
-        # Until 2.0, gradients existed in each forward.
-        release_is_known=release is not None and release >= (2, 0),
-    )
-    assumed: list[str] = []
-    if card is None:
-        said = run.gpus[0] if run.gpus else "a card that the log does not name"
-        assumed.append(f"{said}, taken for a current CUDA card")
+    is_current = release is not None and release >= (2, 0)  # before, gradients were in each forward
+    device = DeviceModel.load(card.device if card else "cuda")
+    device = replace(device, card_is_known=bool(run.gpus), release_is_known=is_current)
+    said = run.gpus[0] if run.gpus else "a card that the log does not name"
+    assumed = [] if card else [f"{said}, taken for a current CUDA card"]
     if run.is_lazy and help.lazy_job is not None:
         return help.lazy_job(ranks), device, assumed
     cfg = DefaultTrainer.auto_scale_workers(_config_of(run, help.add_keys, assumed), ranks)
@@ -82,8 +78,7 @@ def rebuild(run: LoggedRun, help: Help) -> tuple[Job, DeviceModel, list[str]]:
         cfg.DATASETS.TRAIN = (help.coco[0][0],)
     cfg.DATASETS.TRAIN = cfg.DATASETS.TRAIN or ("of_the_log",)
     trainer = help.trainer or _trainer_of(run, assumed)
-    name = cfg.MODEL.META_ARCHITECTURE
-    if help.trainer is None and name not in META_ARCH_REGISTRY:
+    if help.trainer is None and (name := cfg.MODEL.META_ARCHITECTURE) not in META_ARCH_REGISTRY:
         raise ConfigError(f"the model {name} is not Detectron2's: its code is not here")
     _describe_datasets(cfg)
     mean = run.objects / run.images if run.objects and run.images else None
@@ -93,39 +88,20 @@ def rebuild(run: LoggedRun, help: Help) -> tuple[Job, DeviceModel, list[str]]:
 
 def _config_of(run: LoggedRun, add_keys: Sequence[Any], assumed: list[str]) -> CfgNode:
     if run.is_lazy:
-        why = "it is a LazyConfig, whose code is not in a log"
-        raise ConfigError(f"{why}: name its file, --config-file {run.config_file}")
-    cfg = load_cfg(run.zoo_config or "", (), add_keys)
+        raise ConfigError(f"it is a LazyConfig: name its file, --config-file {run.config_file}")
     if not run.config_text and not run.zoo_config:
         raise ConfigError("the log has no config: give config.yaml of its OUTPUT_DIR, too")
-    values = run.overrides
-    if run.config_text:
-        values = dict(_leaves(yaml.load(run.config_text, SafeLoader)))
-    left_out = [key for key, value in {**values, **_HERE}.items() if not _set(cfg, key, value)]
-    if left_out:
+    cfg, text = load_cfg(run.zoo_config, (), add_keys), run.config_text
+    values = dict(leaves(yaml.load(text, SafeLoader))) if text else run.overrides
+    values, here = {**values, **_HERE}, dict(leaves(cfg))
+    if left_out := [key for key in values if key not in here]:
         assumed.append(f"without keys that this Detectron2 does not have: {', '.join(left_out)}")
-    return cfg
-
-
-def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif key != "VERSION":
-            yield prefix + str(key), value
-
-
-def _set(cfg: CfgNode, key: str, value: Any) -> bool:
-    """Set a key, in a tuple or list where it has one here; False if there is no such key."""
-    *path, name = key.split(".")
-    for part in path:
-        cfg = cfg.get(part) if isinstance(cfg, CfgNode) else None
-    if not isinstance(cfg, CfgNode) or name not in cfg or isinstance(cfg[name], CfgNode):
-        return False
-    if isinstance(cfg[name], (tuple, list)):  # early releases had one number for MIN_SIZE_TRAIN
-        value = type(cfg[name])(value if isinstance(value, (tuple, list)) else [value])
-    cfg[name] = value
-    return True
+    for key in values.keys() & here:
+        kind, value = type(here[key]), values[key]
+        if kind in (tuple, list):  # early releases had one number for MIN_SIZE_TRAIN
+            value = kind(value if isinstance(value, (tuple, list)) else [value])
+        here[key] = value
+    return with_settings(cfg, here)
 
 
 def _describe_datasets(cfg: CfgNode) -> None:
@@ -152,16 +128,15 @@ def _describe_datasets(cfg: CfgNode) -> None:
 
 def _trainer_of(run: LoggedRun, assumed: list[str]) -> Any:
     """Detectron2's trainer, with the augmentations that the log has printed."""
-    text = run.augmentations
-    if not text:
+    if not (text := run.augmentations):
         return DefaultTrainer
     try:
         parsed = ast.parse(text[text.index("[") : text.rindex("]") + 1], mode="eval").body
         augmentations = [_made(call) for call in getattr(parsed, "elts", [])]
         T.AugmentationList(augmentations)  # raises if one is none
     except (AssertionError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
-        why = "the augmentations are those of the config; those of the log cannot be made"
-        assumed.append(f"{why}: {text:.99}")
+        instead = "the augmentations are those of the config"
+        assumed.append(f"{instead}; those of the log cannot be made: {text:.99}")
         return DefaultTrainer
 
     class AsLogged(DefaultTrainer):
@@ -197,5 +172,5 @@ def card_of(run: LoggedRun) -> tuple[Optional[Card], Optional[float]]:
 
 def release_of(run: LoggedRun) -> Optional[tuple[int, int]]:
     """The release of PyTorch, such as (1, 13); None if the log does not say."""
-    found = re.match(r"(\d+)\.(\d+)", run.software.get("torch", ""))
+    found = re.match(r"(\d+)\.(\d+)", run.torch)
     return (int(found[1]), int(found[2])) if found else None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from ..errors import DataError
+from ..common.errors import DataError
 
 __all__ = ["CONTEXT_MIB", "ERROR_ALONE", "LoggedRun", "Oom", "clean", "read_parts"]
 
@@ -46,7 +46,7 @@ _GPU = re.compile(  # in "Environment info", of nvidia-smi -L, of nvidia-smi
     r"GPU [\d,]{1,99}(?:: | {2,})(\S.{0,99}?)(?: \((?:arch=|UUID).*)?$|"
     r"\| +\d+ +((?:NVIDIA|Tesla|GeForce|Quadro|GRID|TITAN|RTX)(?: [^\s|.]+)*) +(?:On|Off|N/A) "
 )
-_OF_PROCESS = ("gpus", "software", "ranks", "config_file", "config_text")
+_OF_PROCESS = ("gpus", "torch", "ranks", "config_file", "config_text")
 
 _FAILURE = re.compile(  # the beginning of a line about an error
     r"(?:\[\w+\]: *)?(?:(?P<error>[\w.]{0,99}(?:Error|Exception|Exit)(?::|$))"
@@ -118,7 +118,7 @@ class LoggedRun:
 
     Attributes:
         gpus: the names of the cards, each once.
-        software: versions of torch, cuda, cudnn and detectron2.
+        torch: version of PyTorch.
         ranks: processes that train.
         config_text: the full config as YAML.
         zoo_config, overrides: the config file that a notebook's code names, and the keys to which
@@ -130,13 +130,13 @@ class LoggedRun:
             largest peak of allocated memory in MiB.
         oom: the out-of-memory error that ended the run.
         error: the last line of another error that ended the run.
-        has_diverged: whether the loss is not finite, in the last iteration or by the error.
+        losses: the line of the last iteration.
         is_finished: whether the last iteration was logged.
         notes: doubts about what is said above.
     """
 
     gpus: list[str] = field(default_factory=list)
-    software: dict[str, str] = field(default_factory=dict)
+    torch: str = ""
     ranks: Optional[int] = None
     config_file: str = ""
     config_text: str = ""
@@ -152,7 +152,7 @@ class LoggedRun:
     peak_mib: Optional[float] = None
     oom: Optional[Oom] = None
     error: str = ""
-    has_diverged: bool = False
+    losses: str = ""
     is_finished: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -169,9 +169,11 @@ class LoggedRun:
     @property
     def ended(self) -> str:
         """How it ended: "out of memory", "diverged", "finished", "error" or "running"."""
-        ends: dict[str, Any] = {"out of memory": self.oom, "diverged": self.has_diverged}
-        ends |= {"finished": self.is_finished, "error": self.error}
-        return next((how for how, is_so in ends.items() if is_so), "running")
+        if self.oom is not None:
+            return "out of memory"
+        if _DIVERGED.search(f"{self.losses}\n{self.error}"):
+            return "diverged"
+        return "finished" if self.is_finished else "error" if self.error else "running"
 
 
 def read_parts(parts: Iterable[tuple[dict[str, Any], Iterable[str]]], name: str) -> list[LoggedRun]:
@@ -200,10 +202,8 @@ def read_parts(parts: Iterable[tuple[dict[str, Any], Iterable[str]]], name: str)
             _take(run, message)
     trainings = [run for run in runs if run.has_started]
     if not trainings:
-        raise DataError(
-            f"{name} shows no training with Detectron2: it has no line about an iteration. "
-            f"{runs[-1].error:.200}".rstrip()
-        )
+        why = f"it has no line about an iteration. {runs[-1].error:.200}".rstrip()
+        raise DataError(f"{name} shows no training with Detectron2: {why}")
     return trainings
 
 
@@ -251,12 +251,11 @@ def _take_iteration(run: LoggedRun, iteration: int, line: str) -> None:
         run.oom.iteration = iteration
     elif run.oom and iteration > (run.oom.iteration or 0):
         run.oom = None  # training went on
-    run.iteration = iteration
+    run.iteration, run.losses = iteration, line
     if time := _SECONDS.search(line):
         run.seconds.append(float(time[1]))
     if peak := _PEAK.search(line):
         run.peak_mib = max(run.peak_mib or 0.0, float(peak[1]))
-    run.has_diverged = _DIVERGED.search(line) is not None
     run.is_finished = run.max_iter is not None and iteration + 1 >= run.max_iter
 
 
@@ -265,8 +264,6 @@ def _take_facts(run: LoggedRun, facts: dict[str, str]) -> None:
     for name, value in facts.items():
         if value and name == "max_iter":  # the full config comes after the file that it is made of
             run.max_iter = int(value)
-        elif value and not hasattr(run, name):
-            run.software.setdefault(name, value)
         elif value and getattr(run, name) in (None, ""):
             setattr(run, name, int(value) if getattr(run, name) is None else value)
 
@@ -279,18 +276,14 @@ def _take_failure(run: LoggedRun, line: str, evaluates: bool, is_error: bool) ->
             if number := re.search(pattern, line[found.start() :][:1000]):
                 value, unit = filter(None, number.groups())
                 numbers[name] = float(value) * _MIB[unit]
-        if "unallocated_mib" in numbers:
-            unallocated = numbers.pop("unallocated_mib")
+        if (unallocated := numbers.pop("unallocated_mib", None)) is not None:
             numbers["reserved_mib"] = numbers.get("allocated_mib", 0.0) + unallocated
         said = re.findall(r"of iteration (\d{1,12}) on rank", line)  # by d2_memfit
         iteration = int(said[0]) if said else None
-        last = run.iteration if iteration is None else iteration
-        trained = last is not None and last > (run.start_iter or 0)
+        trained = ((iteration if said else run.iteration) or 0) > (run.start_iter or 0)
         case = "evaluation" if evaluates else "after some iterations" if trained else "at once"
-        is_alone = run.start_iter is None and not run.config_text and iteration is None
-        if on_card and case == "at once" and is_alone:
-            run.notes.append(ERROR_ALONE)
+        is_alone = case == "at once" and run.start_iter is None and not (run.config_text or said)
+        run.notes += [ERROR_ALONE] if on_card and is_alone else []
         run.oom = Oom(case if on_card else "host", iteration, **numbers)
     elif is_error and not found and not (line.endswith(":") and run.error):
         run.error = line.strip()  # what ends with ":" says less: torchrun's ChildFailedError
-        run.has_diverged = run.has_diverged or _DIVERGED.search(line) is not None

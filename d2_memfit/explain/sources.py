@@ -10,8 +10,8 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, Union, cast
 
+from ..common.errors import DataError
 from ..common.files import checked, load_json
-from ..errors import DataError
 from .records import LoggedRun, clean, read_parts
 
 __all__ = ["read_runs"]
@@ -81,10 +81,8 @@ def _runs_of_notebook(name: str) -> list[LoggedRun]:
             if cell["cell_type"] == "code":
                 code += "".join(cell["source"]) + "\n"
                 for output in cell["outputs"]:
-                    text = "\n".join(
-                        ["".join(output.get("text", "")), *output.get("traceback", [])]
-                    )
-                    parts.append((_settings(code[:_CODE]), text.splitlines()))
+                    shown = ["".join(output.get("text", "")), *output.get("traceback", [])]
+                    parts.append((_settings(code[:_CODE]), "\n".join(shown).splitlines()))
     except (AttributeError, KeyError, TypeError) as e:
         raise DataError(f"{name} is not a notebook ({e!r:.99})") from e
     return read_parts(parts, name)

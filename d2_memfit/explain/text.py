@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Optional
 
 from ..planner.plan import Plan
-from ..planner.text import describe_settings, first_of
+from ..planner.text import first_of, lines_of_plan
 from .records import ERROR_ALONE, LoggedRun, Oom
 from .verdict import ExplainedRun, is_shared
 
@@ -24,16 +24,15 @@ _TO_TRY = {
 
 def answer_of_run(run: LoggedRun, told: ExplainedRun, plan: Optional[Plan]) -> str:
     """The answer to the command explain: why the run ended, and what would have fitted."""
-    lines = [_verdict(run, told), *_about_memory(told.oom), *_plan(plan)]
+    lines = [_verdict(run, told), *(_about_memory(told.oom) if told.oom else [])]
+    lines += _plan(plan) if plan else []
     case = told.oom.case if told.oom else told.ended
     if case in _TO_TRY or (told.oom and not (plan and plan.fits)):
         lines.append(f"To try first: {_TO_TRY.get(case, _TO_TRY['training'])}")
     if told.range_mib is not None:
         measured = "" if told.measured_mib is None else f"; measured {_gb(told.measured_mib)}"
-        lines.append(
-            f"Predicted: {_gb(told.predicted_mib)} allocated for the largest images, range "
-            f"{_gbs(told.range_mib)}{measured}"
-        )
+        largest = f"{_gb(told.predicted_mib)} allocated for the largest images"
+        lines.append(f"Predicted: {largest}, range {_gbs(told.range_mib)}{measured}")
         lines += [f"Assumed: {first_of(told.assumed)}"] if told.assumed else []
     elif told.not_rebuilt:
         lines.append(f"Not predicted: {told.not_rebuilt}")
@@ -42,15 +41,13 @@ def answer_of_run(run: LoggedRun, told: ExplainedRun, plan: Optional[Plan]) -> s
 
 def details_of(each: Sequence[ExplainedRun], told: ExplainedRun) -> str:
     """A line for each run of a log, and what is assumed of the one that is explained."""
-    lines = [f"{one.name}: {_sentence(one)}" for one in each]
+    lines = []
+    for one in each:
+        images = f", {one.images_per_gpu} images per GPU" if one.images_per_gpu else ""
+        peak = f", peak {_gb(one.measured_mib)}" if one.measured_mib is not None else ""
+        seconds = f", {one.seconds:.2f} s per iteration" if one.seconds is not None else ""
+        lines.append(f"{one.name}: {one.ended}{_when(one)}{images}{peak}{seconds}")
     return "\n".join([*lines, *(f"Assumed: {line}" for line in told.assumed)])
-
-
-def _sentence(told: ExplainedRun) -> str:
-    images = f", {told.images_per_gpu} images per GPU" if told.images_per_gpu else ""
-    peak = f", peak {_gb(told.measured_mib)}" if told.measured_mib is not None else ""
-    seconds = f", {told.seconds:.2f} s per iteration" if told.seconds is not None else ""
-    return f"{told.ended}{_when(told)}{images}{peak}{seconds}"
 
 
 def _when(told: ExplainedRun) -> str:
@@ -82,33 +79,23 @@ def _fits(told: ExplainedRun, oom: Oom) -> str:
     return f"perhaps the job fits it when nobody else uses it, with {_gbs(told.range_mib)}"
 
 
-def _about_memory(oom: Optional[Oom]) -> Iterator[str]:
+def _about_memory(oom: Oom) -> Iterator[str]:
     """Who else held the card, and what lay in pieces."""
-    if oom is None:
-        return
     of = f"{_gb(oom.held_by_others_mib)} of its {_gb(oom.total_mib)}"
-    if is_shared(oom.held_by_others_mib) and oom.process_mib is not None:
-        yield f"The card was shared: others held {of}."
-    elif is_shared(oom.held_by_others_mib):
-        yield f"Perhaps the card was shared: {of} were not PyTorch's. A context takes up to 0.8 GB."
+    if is_shared(oom.held_by_others_mib):
+        perhaps = f"Perhaps the card was shared: {of} were not PyTorch's. A context takes up to "
+        is_certain = oom.process_mib is not None
+        yield f"The card was shared: others held {of}." if is_certain else f"{perhaps}0.8 GB."
     pieces = (oom.reserved_mib or 0.0) - (oom.allocated_mib or 0.0)
     if oom.tried_mib is not None and pieces > oom.tried_mib:
-        yield (
-            f"{_gb(pieces)} were reserved and not allocated, in pieces too small: "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which a plan turns on, helps"
-        )
+        helps = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which a plan turns on, helps"
+        yield f"{_gb(pieces)} were reserved and not allocated, in pieces too small: {helps}"
 
 
-def _plan(plan: Optional[Plan]) -> Iterator[str]:
-    if plan is not None and not plan.fits:
-        least = f"{plan.smallest_budget_gb:.2f} GB would do"
-        yield f"Nothing makes it fit {plan.budget_gb:g} GB; {least}."
-    elif plan is not None and not plan.steps:
-        yield f"It fits {plan.budget_gb:g} GB without a change."
-    elif plan is not None:
-        names = {key: value for step in plan.steps for key, value in step.settings.items()}
-        yield f"It fits {plan.budget_gb:g} GB with {describe_settings(names)}"
-        yield f"({plan.estimate.device_total_gb:.1f} GB, the same effective batch)."
+def _plan(plan: Plan) -> list[str]:
+    (_, _, first), *more = (line.partition(": ") for line in lines_of_plan(plan))
+    does = "It fits" if plan.fits else "Nothing makes it fit"
+    return [f"{does} {plan.budget_gb:g} GB: {first}", *map("".join, more)]
 
 
 def _gb(mib: Optional[float]) -> str:

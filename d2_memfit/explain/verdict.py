@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple, Optional, Union
 
+from ..common.errors import ConfigError, one_line, printable
 from ..common.side_work import no_information
 from ..config.cards import PRESETS, find_card, settings_of_card
-from ..errors import ConfigError, one_line, printable
 from ..planner.device import DeviceModel
 from ..planner.estimate import DryJob, MemoryEstimate
 from ..planner.plan import Plan, plan_memory
@@ -22,7 +22,7 @@ from .sources import read_runs
 __all__ = ["ExplainedRun", "Explanation", "Prediction", "explain", "explain_run", "is_shared"]
 __all__ += ["plan_for", "predict_run"]
 
-_MIB_PER_GB = 1024.0
+_MIB = 1024.0  # of a GB
 _MUCH_MIB = 1536.0  # more outside the process's allocator than contexts alone explain
 # Until 1.11 loss and ReLU kept their inputs, and cuDNN 7 took larger workspaces. Dry runs are of
 # current software, so the range goes up to this share of the prediction: docs/HOW_ACCURATE.md.
@@ -118,9 +118,8 @@ def explain_run(
         told.range_mib = low, high = _range_mib(run, e)
         if run.peak_mib is not None and (run.oom is None or run.peak_mib >= low):
             told.inside = low <= run.peak_mib <= high
-        typical_gb = e.peak_allocated_gb if e.typical_gb is None else e.typical_gb
-        told.images_per_gpu, told.typical_mib = e.images_per_gpu, typical_gb * _MIB_PER_GB
-        told.predicted_mib = e.peak_allocated_gb * _MIB_PER_GB
+        most, told.images_per_gpu = e.peak_allocated_gb, e.images_per_gpu
+        told.predicted_mib, told.typical_mib = most * _MIB, (e.typical_gb or most) * _MIB
         told.assumed += [*prediction.assumed, *e.assumptions, *e.at_least]
     if run.oom is not None:
         told.oom = replace(run.oom, fits=_fits(run.oom, told.range_mib))
@@ -130,12 +129,12 @@ def explain_run(
 
 def _range_mib(run: LoggedRun, estimate: MemoryEstimate) -> tuple[float, float]:
     """The estimate's range, for the run's card and software."""
-    low, high = (gb * _MIB_PER_GB for gb in estimate.range_gb)
-    predicted, release = estimate.peak_allocated_gb * _MIB_PER_GB, release_of(run)
+    low, high = (gb * _MIB for gb in estimate.range_gb)
+    predicted, release = estimate.peak_allocated_gb * _MIB, release_of(run)
     if release is not None and release < _CURRENT:
         high = max(high, _OF_OLD_SOFTWARE * predicted)
     _, gigabytes = card_of(run)
-    most = (gigabytes or math.inf) * _MIB_PER_GB - CONTEXT_MIB[0]
+    most = (gigabytes or math.inf) * _MIB - CONTEXT_MIB[0]
     return low, min(high, most) if predicted < most else high  # workspaces take what there is
 
 
@@ -156,11 +155,10 @@ def _fits(oom: Oom, range_mib: Optional[tuple[float, float]]) -> Optional[bool]:
     if oom.case == "host" or oom.total_mib is None:
         return None
     tried, held = oom.tried_mib or 0.0, oom.held_by_others_mib
+    is_more = (oom.allocated_mib or 0.0) + tried + CONTEXT_MIB[0] > oom.total_mib
     had_less = is_shared(held) or (oom.free_mib or 0.0) > tried  # a limit, as of MEMFIT.BUDGET_GB
-    if (oom.allocated_mib or 0.0) + tried + CONTEXT_MIB[0] > oom.total_mib:
-        return False  # more than the whole card
-    if held is not None and not had_less:
-        return False  # it had the whole card, and died
+    if is_more or (held is not None and not had_less):
+        return False  # more than the whole card, or it had the whole card, and died
     if range_mib is None or oom.case == "evaluation":
         return None
     (low, high), room = range_mib, oom.total_mib - CONTEXT_MIB[1]
@@ -182,20 +180,16 @@ def plan_for(run: LoggedRun, prediction: Prediction, card: Optional[str] = None)
         ConfigError: there is no such card.
     """
     own, gigabytes = card_of(run)
-    if card is None and own is not None:
-        card = own.device
-    elif card is None and f"{gigabytes or 0:g}GB" in PRESETS:
-        card = f"{gigabytes:g}GB"
-    elif card is None:
+    size = f"{gigabytes or 0:g}GB"
+    card = card or (own.device if own else size if size in PRESETS else None)
+    if card is None:
         return None
-    measured, found = run.peak_mib or 0.0, find_card(card)
+    found, measured = find_card(card), run.peak_mib or 0.0
     if run.oom is not None and run.oom.allocated_mib is not None:
         measured = max(measured, run.oom.allocated_mib + (run.oom.tried_mib or 0.0))
-    more = max(measured - prediction.estimate.peak_allocated_gb * _MIB_PER_GB, 0.0)
-    device = DeviceModel.load(found.device if found else "cuda")
-    device = replace(device, other_tensors_mb=device.other_tensors_mb + more)
+    more = max(measured - prediction.estimate.peak_allocated_gb * _MIB, 0.0)
+    device = replace(DeviceModel.load(found.device if found else "cuda"), other_tensors_mb=more)
     settings = settings_of_card(card)
-    job, preset = prediction.dry_job.job.with_settings(settings), settings["MEMFIT.PRESET"]
-    budget_gb = PRESETS[preset] if preset else settings["MEMFIT.BUDGET_GB"]
-    allow = job.cfg.MEMFIT.PLAN.ALLOW
+    job, budget_gb = prediction.dry_job.job.with_settings(settings), settings["MEMFIT.BUDGET_GB"]
+    budget_gb, allow = budget_gb or PRESETS[settings["MEMFIT.PRESET"]], job.cfg.MEMFIT.PLAN.ALLOW
     return plan_memory(job, budget_gb, allow=allow, device=device, evaluates=False)

@@ -10,7 +10,7 @@ import torch
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints, PolygonMasks, RotatedBoxes
 from torch.nn import functional as F
 
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 
 __all__ = ["GivenBatches", "copy_of", "is_image", "objects_in", "objects_per_image"]
 __all__ += ["padded_area", "resize_image", "resize_to", "size_of", "tensors_of", "with_objects"]

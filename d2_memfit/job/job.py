@@ -17,12 +17,11 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.errors import ConfigError
 from ..common.side_work import no_information
 from ..config.lazy import cfg_of_lazy
 from ..config.load import get_cfg, merge_memfit, with_settings
-from ..config.precision import Precision
-from ..config.settings import Settings
-from ..errors import ConfigError
+from ..config.settings import Precision, Settings
 from ..techniques.registry import apply_techniques
 from .given import GivenBatches
 from .loader import checked_loader

@@ -10,9 +10,9 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog, common
 from detectron2.utils import comm
 
+from ..common.errors import DataError
 from ..common.patching import modules_with, replaced_together
 from ..data.faults import check, kinds_of, look_at_annotations, look_at_images, warnings_about
-from ..errors import DataError
 from ..memory import is_loader_out_of_memory
 from ..techniques.host import SharedList
 

@@ -16,9 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.errors import ConfigError, one_line
 from ..config.lazy import evaluates_lazy, overrides_of
 from ..config.load import with_settings
-from ..errors import ConfigError, one_line
 
 __all__ = ["GivenParts", "LazyParts", "LossFn", "Parts", "TrainerParts", "load_lazy_config"]
 __all__ += ["losses_of", "with_overrides"]

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from detectron2.structures import Instances
 
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 from .datasets import (
     ANY_SIZE,
     Size,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..common import GB
 from ..common.checks import fits
-from ..errors import ConfigError
+from ..common.errors import ConfigError
 from .allocator import limit_library_caches, take_library_buffers, use_expandable_segments
 from .readings import available_host_bytes, process_memory
 

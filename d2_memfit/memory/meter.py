@@ -13,7 +13,7 @@ from typing import Any, Literal, Optional, TypeVar
 import torch
 from torch import nn
 
-from ..compat.pytorch import TorchDispatchMode, is_in_backward, storage_id
+from ..common.compat import TorchDispatchMode, is_in_backward, storage_id
 
 __all__ = ["OwnerMeter", "TensorMeter", "have_operators", "is_on_host", "live_tensors", "on_host"]
 __all__ += ["optimizer_states", "storages", "tensors_in"]

@@ -13,7 +13,7 @@ The batch (``job``)
     - Evaluation runs one image at a time, as Detectron2's test loader does.
     - How many objects fit: in each module, memory is on a line in objects.
 
-The step (``steps``, ``dry_run``)
+The step (``steps``, ``dry_run``, ``values``)
     - It is not the first: optimizer states and DDP's buckets exist. With accumulation, the
       gradients of earlier micro-batches do.
     - Values of activations are not known. Small results are zeros, or a layer's bias; masks made of
@@ -39,7 +39,7 @@ The device (``device``, ``allocators``, ``config/cards.csv``)
       guess for cards without NVLink.
     - A process on a CPU takes 220 MB in addition to its tensors: measured (docs/HOW_ACCURATE.md).
 
-The range, and the margin of plans (``estimate``)
+The range, and the margin of plans (``estimate``, ``peaks``)
     - The margin is the range's part for software and context, above the worst case.
     - The memory that the allocator keeps must fit the budget without being returned. One iteration
       is simulated: it is a guess that later ones do not keep more.

@@ -10,8 +10,8 @@ import torch
 
 from ..common import GB, MB
 from ..common.checks import check_device, did_you_mean
+from ..common.errors import ConfigError
 from ..config.cards import CARDS, find_card
-from ..errors import ConfigError
 from ..memory import process_memory, take_library_buffers
 from .allocators import CachingAllocator, PageAllocator
 from .timeline import Allocate, Allocation, Change, Free, Timeline, Workspace

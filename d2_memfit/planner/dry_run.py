@@ -7,7 +7,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from ..compat.pytorch import autograd_node_number, next_autograd_node_number, storage_id
+from ..common.compat import autograd_node_number, next_autograd_node_number, storage_id
 from ..memory import OwnerMeter, is_on_host, storages, tensors_in
 from ..techniques.blocks import find_blocks
 from .meta import make_fake

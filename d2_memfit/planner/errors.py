@@ -9,7 +9,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
-from ..errors import ConfigError, MemfitError
+from ..common.errors import ConfigError, MemfitError
 
 __all__ = ["one_line_errors"]
 

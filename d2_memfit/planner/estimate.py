@@ -261,7 +261,10 @@ class DryJob(DryRuns):
     def _range(
         self, use: DeviceUse, with_typical: bool
     ) -> tuple[tuple[float, float], Optional[float], list[str]]:
-        """Range and typical bytes of the tensors, and what makes the range wider."""
+        """Range and typical bytes of the tensors, and what makes the range wider.
+
+        What an unknown card adds is cuDNN's choice of algorithms: it does not count twice.
+        """
         batches: Any = self.job.batches
         worst, device = use.allocated_bytes, self.device
         wider: list[str] = []
@@ -304,7 +307,8 @@ class DryJob(DryRuns):
             algorithms = more * scale  # a choice, not an error: all of it may come
         if not device.card_is_known:
             wider.append("the card is not known")
-            most.append(_UNKNOWN_CARD * worst)
+            most.append(max(_UNKNOWN_CARD * worst, algorithms))
+            algorithms = 0.0
         if not device.release_is_known:
             wider.append("PyTorch's release is not known")
             most.append(self.session.gradient_bytes)

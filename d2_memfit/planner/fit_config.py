@@ -13,11 +13,10 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 from omegaconf import DictConfig
 
+from ..common.errors import ConfigError, MemfitError, start_logging
 from ..common.files import check_outputs, output_file
-from ..common.logs import start_logging
 from ..config.lazy import cfg_of_lazy
 from ..config.load import with_memfit_keys, with_settings
-from ..errors import ConfigError, MemfitError
 from ..job import Job, size_of, with_overrides
 from ..memory import FIGURES, limit_library_caches, return_large_blocks, use_expandable_segments
 from .device import DeviceModel

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from ..common import GB, MB
+from ..common.errors import ConfigError
 from ..common.files import Name
-from ..errors import ConfigError
 from ..job import Job
 from ..memory import RunRecord, device_and_software
 from .device import DeviceModel

@@ -10,8 +10,8 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple, Optional
 
 from ..common import GB
-from ..compat.pytorch import BatchNorm, has_kernels_for_bfloat16
-from ..errors import MemfitError
+from ..common.compat import BatchNorm, has_kernels_for_bfloat16
+from ..common.errors import MemfitError
 from ..techniques.checkpointing import blocks_of
 from ..techniques.registry import TECHNIQUES, TIERS, get_technique
 from .errors import one_line_errors

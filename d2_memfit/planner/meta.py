@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..compat.pytorch import tree_map
+from ..common.compat import tree_map
 from ..memory import storages
 
 __all__ = ["is_fake", "make_fake", "make_real", "on_meta"]

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ..common import GB
+from ..common.errors import ConfigError
 from ..config.cards import why_no_card_has
-from ..errors import ConfigError
 from ..job import Job
 from ..memory import check_budget
 from ..techniques.registry import TIERS

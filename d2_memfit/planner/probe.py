@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from detectron2.utils.events import EventStorage
 
+from ..common.compat import clear_cublas_workspaces
+from ..common.errors import ConfigError
 from ..common.side_work import unchanged_random_state
-from ..compat.pytorch import clear_cublas_workspaces
-from ..errors import ConfigError
 from ..job import Job
 from ..memory import cuda_context_bytes, device_memory, is_out_of_memory, release_memory
 from .device import DeviceModel, DeviceUse

@@ -9,8 +9,8 @@ from typing import Any, Optional
 
 import torch
 
+from ..common.compat import DeviceContext, constructors, know_as_builtin, tree_map
 from ..common.patching import Groups, replaced_together
-from ..compat.pytorch import DeviceContext, constructors, know_as_builtin, tree_map
 
 __all__ = ["casts_of_cuda", "cuda_as_cpu"]
 

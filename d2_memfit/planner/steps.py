@@ -14,10 +14,10 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.errors import MemfitError
 from ..common.patching import Groups
 from ..common.side_work import alone, no_information, unchanged_random_state
-from ..config.precision import Precision
-from ..errors import MemfitError
+from ..config.settings import Precision
 from ..job import Job, copy_of, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
 from ..techniques.registry import TIERS, get_technique, ready_to_evaluate

@@ -13,7 +13,7 @@ from .ladder import PlanStep
 from .plan import Plan
 
 __all__ = ["answer_of_estimate", "answer_of_plan", "describe_estimate", "describe_plan"]
-__all__ += ["describe_settings", "first_of"]
+__all__ += ["describe_settings", "first_of", "lines_of_plan"]
 
 _MOST_STEPS = 3  # lines
 _WIDTH = 100  # of a line about what is assumed
@@ -53,31 +53,33 @@ def answer_of_estimate(
 def answer_of_plan(plan: Plan) -> str:
     """The answer to the command plan, what is most important first."""
     e = plan.estimate
+    return "\n".join(filter(None, [*lines_of_plan(plan), _objects(e), *_unknown(e)]))
+
+
+def lines_of_plan(plan: Plan) -> list[str]:
+    """Whether it fits, and what it changes or what stands in the way."""
+    e = plan.estimate
     if not plan.fits:
-        lines = [
-            f"Does not fit: with all that may change, the job needs a budget of {_at_least(e)}"
-            f"{plan.smallest_budget_gb:.2f} GB, not {plan.budget_gb:.4g} GB",
+        least = f"{_at_least(e)}{plan.smallest_budget_gb:.2f} GB, not {plan.budget_gb:.4g} GB"
+        more = f"It fits if more may change: --allow {','.join(plan.must_allow)}"
+        return [
+            f"Does not fit: with all that may change, the job needs a budget of {least}",
             f"In the way: {plan.obstacle}",
+            *([more] if plan.must_allow else []),
         ]
-        if plan.must_allow:
-            lines.append(f"It fits if more may change: --allow {','.join(plan.must_allow)}")
-    else:
-        tiers = {step.tier for step in plan.steps}  # the most harmful one tells
-        how = "exact gradients" if tiers else "without a change"
-        how = "other number formats" if "precision" in tiers else how
-        how = "another recipe" if "recipe" in tiers else how
-        if plan.steps and (plan.time_factor or 1) > _MUCH:
-            how += f", time x {plan.time_factor:.2f}"
-        fits = f"Fits: {_at_least(e)}{e.device_total_gb:.1f} of {plan.budget_gb:.4g} GB"
-        lines = [f"{fits}, {how}"]
-        if plan.steps and plan.before is not None:
-            before_gb = plan.before.device_total_gb
-            headroom = f", and headroom takes {plan.budget_gb * plan.margin:.2f} of the budget"
-            lines.append(
-                f"Without the plan: {before_gb:.1f} GB{headroom * (before_gb <= plan.budget_gb)}"
-            )
-        lines += _changes(plan.steps)
-    return "\n".join(filter(None, [*lines, _objects(e), *_unknown(e)]))
+    tiers = {step.tier for step in plan.steps}  # the most harmful one tells
+    how = "exact gradients" if tiers else "without a change"
+    how = "other number formats" if "precision" in tiers else how
+    how = "another recipe" if "recipe" in tiers else how
+    if plan.steps and (plan.time_factor or 1) > _MUCH:
+        how += f", time x {plan.time_factor:.2f}"
+    lines = [f"Fits: {_at_least(e)}{e.device_total_gb:.1f} of {plan.budget_gb:.4g} GB, {how}"]
+    if plan.steps and plan.before is not None:
+        before_gb = plan.before.device_total_gb
+        headroom = f", and headroom takes {plan.budget_gb * plan.margin:.2f} of the budget"
+        headroom *= before_gb <= plan.budget_gb
+        lines.append(f"Without the plan: {before_gb:.1f} GB{headroom}")
+    return lines + _changes(plan.steps)
 
 
 def describe_estimate(e: MemoryEstimate) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..compat.pytorch import TorchDispatchMode, autograd_node_number, schema
+from ..common.compat import TorchDispatchMode, autograd_node_number, schema
 from ..memory import have_operators, tensors_in
 from .meta import is_fake, make_fake, on_meta
 

@@ -13,8 +13,8 @@ from typing import Any, Union
 from detectron2.config import CfgNode
 from detectron2.data import Metadata, MetadataCatalog
 
+from ..common.errors import DataError
 from ..common.files import output_file
-from ..errors import DataError
 from ..memory import is_out_of_memory, release_memory
 from .images import Pixels, draw, is_video, picture_name, read_images, write_pictures
 from .predictor import Predictor

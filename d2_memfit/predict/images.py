@@ -16,8 +16,8 @@ from detectron2.data.detection_utils import convert_image_to_rgb, read_image
 from numpy.typing import NDArray
 from PIL import Image
 
+from ..common.errors import ConfigError, DataError, printable
 from ..common.files import checked, output_file
-from ..errors import ConfigError, DataError, printable
 from ..memory import is_out_of_memory
 
 __all__ = ["draw", "find_files", "is_video", "picture_name", "read_images", "write_pictures"]

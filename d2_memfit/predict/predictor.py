@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 from torch import nn
 
+from ..common.errors import ConfigError, DataError
 from ..engine.checkpoint import MemfitCheckpointer
-from ..errors import ConfigError, DataError
 from ..job import Job
 from .tiles import Detection, Grid, SeamMerger, found_in_tile, to_coco
 

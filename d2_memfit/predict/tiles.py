@@ -10,7 +10,7 @@ from detectron2.structures import Instances
 from numpy.typing import NDArray
 from pycocotools import mask as coco_mask
 
-from ..errors import DataError
+from ..common.errors import DataError
 
 __all__ = ["Detection", "Grid", "Rle", "SeamMerger", "Tile", "found_in_tile", "move", "to_coco"]
 

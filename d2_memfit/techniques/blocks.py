@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..compat.pytorch import Convolution
-from .modules import has_forward
+from ..common.compat import Convolution
+from .technique import has_forward
 
 __all__ = ["find_blocks"]
 

@@ -14,10 +14,8 @@ from detectron2.utils.logger import log_first_n
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .. import compat
-from ..common.side_work import RandomState
-from ..common.snapshot import Snapshot
-from ..compat.pytorch import (
+from ..common import compat
+from ..common.compat import (
     TorchDispatchMode,
     schema,
     storage_id,
@@ -25,10 +23,11 @@ from ..compat.pytorch import (
     tree_iter,
     tree_unflatten,
 )
-from ..errors import ConfigError
+from ..common.errors import ConfigError
+from ..common.side_work import RandomState
+from ..common.snapshot import Snapshot
 from .blocks import find_blocks
-from .modules import find_modules, wrap_method
-from .technique import Technique
+from .technique import Technique, find_modules, wrap_method
 
 __all__ = ["ActivationCheckpointing", "Recomputed", "blocks_of", "checkpointed"]
 

@@ -13,10 +13,9 @@ from detectron2.structures import Boxes
 from detectron2.utils.logger import log_first_n
 from torch import nn
 
+from ..common.errors import ConfigError
 from ..common.patching import replaced_together, source_files
-from ..errors import ConfigError
-from .modules import wrap_method
-from .technique import Technique
+from .technique import Technique, wrap_method
 
 __all__ = ["ChunkedMatching", "DenoisingQueries", "pairwise_iou_in_chunks"]
 

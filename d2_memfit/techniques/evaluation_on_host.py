@@ -9,12 +9,11 @@ from detectron2.layers import paste_masks_in_image
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
+from ..common.compat import tree_map, without_torch_function
+from ..common.errors import ConfigError
 from ..common.patching import knows_function, replaced_functions, source_files
-from ..compat.pytorch import tree_map, without_torch_function
-from ..errors import ConfigError
 from ..memory import on_host
-from .modules import wrap_method
-from .technique import Technique
+from .technique import Technique, wrap_method
 
 __all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
 

@@ -8,12 +8,11 @@ import torch
 from detectron2.modeling.roi_heads import BaseKeypointRCNNHead, BaseMaskRCNNHead
 from torch import nn
 
+from ..common.compat import BatchNorm
+from ..common.errors import ConfigError
 from ..common.patching import has_name
-from ..compat.pytorch import BatchNorm
-from ..errors import ConfigError
 from .checkpointing import Recomputed
-from .modules import wrap_method
-from .technique import Technique
+from .technique import Technique, wrap_method
 
 __all__ = ["ChunkedHeads"]
 

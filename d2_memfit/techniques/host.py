@@ -17,8 +17,8 @@ from torch.utils.data import Dataset
 
 from ..common import GB
 from ..common.checks import check_positive_number, or_none
+from ..common.errors import HostMemoryError
 from ..data.classes import shorter_sides
-from ..errors import HostMemoryError
 from ..memory import available_host_bytes, figures_of_plan
 from .technique import Technique
 

@@ -19,10 +19,9 @@ from detectron2.utils.logger import log_first_n
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..common.compat import make_wrapper, schema, tree_map, without_torch_function
 from ..common.patching import File, Groups, files_of_classes, replaced_together, source_files
-from ..compat.pytorch import make_wrapper, schema, tree_map, without_torch_function
-from .modules import wrap_method
-from .technique import Technique
+from .technique import Technique, wrap_method
 
 __all__ = ["MaskBits", "PackedMasks", "pack_masks"]
 

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from ..common import MB
-from ..compat.pytorch import version_of
-from ..errors import HostMemoryError
+from ..common.compat import version_of
+from ..common.errors import HostMemoryError
 from ..memory import available_host_bytes, error_line, on_host
 from .masks import MaskBits
-from .modules import find_modules, wrap_method
-from .technique import Technique
+from .technique import Technique, find_modules, wrap_method
 
 __all__ = ["MOST_IN_FLIGHT", "ActivationOffload"]
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from ..common.errors import ConfigError
 from ..common.side_work import no_information
-from ..errors import ConfigError
 from .technique import Technique
 
 __all__ = ["EightBitOptimizerStates", "ShardedOptimizer", "ShardedOptimizerStates"]

@@ -10,10 +10,9 @@ from detectron2.modeling.roi_heads import BaseMaskRCNNHead
 from torch import nn
 
 from ..common.checks import value_of
+from ..common.errors import ConfigError
 from ..data.classes import shorter_sides
-from ..errors import ConfigError
-from .modules import find_modules
-from .technique import Technique
+from .technique import Technique, find_modules
 
 __all__ = ["FewerDetections", "FrozenModules", "MixedPrecision", "MoreFrozenStages", "OneImageSize"]
 __all__ += ["PolygonMasks", "SmallerImages", "SmallerRoiBatch", "pretrained_part"]

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from skimage import data, filters, measure, morphology, segmentation
 
+from d2_memfit.common.errors import exit_on_error
 from d2_memfit.common.files import check_outputs, output_file
-from d2_memfit.errors import exit_on_error
 
 Image = NDArray[np.uint8]
 Labels = NDArray[Any]  # of integers

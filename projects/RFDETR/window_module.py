@@ -17,9 +17,9 @@ from rfdetr.utilities.tensors import NestedTensor
 from torch import Tensor, nn
 
 from d2_memfit import AccumulatingTrainer, Job, window_count
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.common.patching import replaced_functions
 from d2_memfit.engine.build import build_trainer
-from d2_memfit.errors import ConfigError
 
 __all__ = ["Columns", "RfdetrLosses", "WindowModule", "job_of"]
 

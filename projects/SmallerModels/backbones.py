@@ -18,7 +18,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.cli.train import run_script
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 
 _MOBILENET = [f"features.{i}" for i in range(16)]
 _SHUFFLENET = ["conv1", "maxpool", "stage2", "stage3", "stage4"]

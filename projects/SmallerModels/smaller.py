@@ -30,10 +30,10 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 
 from d2_memfit.cli.train import argument_parser, run
+from d2_memfit.common.errors import ConfigError, exit_on_error
 from d2_memfit.common.files import check_outputs, output_file
 from d2_memfit.config.load import load_cfg
 from d2_memfit.data.registration import register_coco
-from d2_memfit.errors import ConfigError, exit_on_error
 from d2_memfit.memory import TensorMeter
 from d2_memfit.predict.predictor import load_whole_model
 

@@ -19,8 +19,8 @@ from skimage import data
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "Coins"))
 from make_dataset import SPLITS, coins_of, files_of_dataset, find_coins, random_view, write_coco
 
+from d2_memfit.common.errors import exit_on_error
 from d2_memfit.common.files import check_outputs, output_file
-from d2_memfit.errors import exit_on_error
 
 _CELL = 256, 512  # height and width of the ground that a view lies on
 _DENSITY = 0.3  # share of the ground's cells with a view

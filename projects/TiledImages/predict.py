@@ -21,10 +21,10 @@ from detectron2.utils.logger import setup_logger
 from tiled_images import TileMapper, TileMerger, Trainer, add_tiled_config, open_image, tiles_of
 
 from d2_memfit.common.checks import usable_device
+from d2_memfit.common.errors import exit_on_error
 from d2_memfit.common.files import check_outputs
 from d2_memfit.config.load import load_cfg
 from d2_memfit.engine.evaluating import evaluating
-from d2_memfit.errors import exit_on_error
 from d2_memfit.predict.files import results_file
 from d2_memfit.predict.predictor import load_whole_model
 

@@ -34,9 +34,9 @@ from torch import nn
 
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.common.checks import check_positive_int, value_of
-from d2_memfit.compat import has_compiled_ops
+from d2_memfit.common.compat import has_compiled_ops
+from d2_memfit.common.errors import ConfigError, DataError, one_line
 from d2_memfit.config.load import with_settings
-from d2_memfit.errors import ConfigError, DataError, one_line
 from d2_memfit.memory import return_large_blocks
 from d2_memfit.predict.tiles import Grid, SeamMerger, Tile, found_in_tile, move, to_coco
 

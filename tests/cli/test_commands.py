@@ -256,17 +256,12 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
     ("args", "message"),
     [
         (["plan", "--budget", "0"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
-        (["plan", "--budget", "7GB"], "MEMFIT.BUDGET_GB must be a number of GB above 0, such as"),
         (["plan"], "a plan needs a budget: --budget with a number of GB, such as 5.2"),
-        (["plan", "--card", "7GB"], "--card: '7GB' is not known (did you mean "),
-        (["plan", "--card", "RTX 3061"], "'RTX 3061' is not known (did you mean RTX 3060"),
         (["plan", "--card", "6GB", "--budget", "5"], "--card 6GB and --budget 5: give only one"),
         (
             ["plan", "--card", "6GB", "--device", "cpu", "MEMFIT.BUDGET_GB", "5"],
             "--card 6GB and MEMFIT.BUDGET_GB: give only one",
         ),
-        (["plan", "--card", "RTX 3060 7GB"], "GeForce RTX 3060 comes with 12GB, 8GB"),
-        (["plan", "--card", "Apple M3 16GB"], "also of other makers"),
         (
             ["estimate", "--coco", "a", "b", "c", "--coco", "a", "b", "d"],
             "--coco 'a' is given twice",
@@ -282,7 +277,6 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         ),
         (["estimate", "--project", "no.such:add"], "cannot be imported (ModuleNotFoundError: "),
         (["predict"], "--input: name an image, a video or a folder of them. Or leave it out and n"),
-        (["predict", "--coco", "a", "no.json", "images"], "no.json"),
     ],
 )
 def test_bad_input_is_one_line(config_file, capsys, args, message):

@@ -209,7 +209,7 @@ def test_images_that_differ_in_their_ending_have_different_pictures(here):
     assert sorted(image["file_name"] for image in images) == sorted(names)
     pictures = {name: picture_name(here / "all" / name) for name in names}
     assert len({picture.lower() for picture in pictures.values()}) >= len(names) - 1  # A.JPG
-    assert pictures["a.jpg"], pictures["a.v2.jpg"] == ("a.jpg", "a.v2.jpg")
+    assert (pictures["a.jpg"], pictures["a.v2.jpg"]) == ("a.jpg", "a.v2.jpg")
     for number, name in enumerate(names):
         picture = np.asarray(Image.open(here / "found" / "pictures" / pictures[name]).convert("L"))
         assert abs(picture.mean() - 16 * number) < 3, name

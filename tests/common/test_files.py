@@ -13,6 +13,7 @@ from forks import run_forked
 from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.common.files import (
     check_outputs,
     check_run_folder,
@@ -21,7 +22,6 @@ from d2_memfit.common.files import (
     temporary_name,
     whole_file,
 )
-from d2_memfit.errors import ConfigError
 
 
 def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after(tmp_path, monkeypatch):
@@ -82,7 +82,7 @@ def test_an_output_replaces_nothing_unless_it_may(tmp_path):
 FULL = """
 import sys, torch
 from d2_memfit.common.files import output_file
-from d2_memfit.errors import exit_on_error
+from d2_memfit.common.errors import exit_on_error
 
 @exit_on_error
 def main():

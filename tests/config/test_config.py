@@ -7,10 +7,10 @@ from detectron2.config import CfgNode
 from detectron2.config import get_cfg as get_detectron2_cfg
 
 from d2_memfit import add_memfit_config, get_cfg
+from d2_memfit.common.errors import ConfigError, ConfigErrors
 from d2_memfit.config.files import detectron2_zoo
 from d2_memfit.config.load import load_cfg, with_memfit_keys, with_settings
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import ConfigError, ConfigErrors
 
 
 def test_get_cfg_is_detectron2s_plus_our_keys():
@@ -38,45 +38,25 @@ def test_a_frozen_config_is_not_changed():
 
 
 @pytest.mark.parametrize(
-    ("opts", "message"),
+    ("key", "value", "message"),
     [
-        (
-            ["MEMFIT.MICROBATCH", "2"],
-            r"no config key MEMFIT\.MICROBATCH \(did you mean MEMFIT\.MICRO_BATCH",
-        ),
-        (["MEMFIT.NO.SUCH", "2"], r"no config key MEMFIT\.NO"),
-        (["solver.ims_per_batch", "2"], r"key solver\.\w+ \(did you mean SOLVER\.IMS_PER_BATCH"),
-        (["INPUT.MIN_SIZE_TRAIN", "640"], r"must be of type tuple, got 640\. Write \"\(800,\)\""),
-        (
-            ["SOLVER.ACCUMULATION_STEPS", "2.5"],
-            r"SOLVER\.ACCUMULATION_STEPS must be of type int, got 2\.5",
-        ),
-        (["SOLVER.ACCUMULATION_STEPS"], r"missing after SOLVER\.ACCUMULATION_STEPS"),
+        ("MEMFIT.MICROBATCH", "2", r"MICROBATCH \(did you mean MEMFIT\.MICRO_BATCH"),
+        ("solver.ims_per_batch", "2", r"\(did you mean SOLVER\.IMS_PER_BATCH"),
+        ("INPUT.MIN_SIZE_TRAIN", "640", r"of type tuple, got 640\. Write \"\(800,\)\""),
+        ("MEMFIT.OOM.ALLOW_RESIZE", "True", r"MEMFIT.OOM.ALLOW_RESIZE.* CHANGELOG.md"),
     ],
 )
-def test_a_wrong_override_is_named(opts, message):
+def test_a_wrong_override_is_answered_with_the_right_one(key, value, message):
     with pytest.raises(ConfigError, match=message):
-        load_cfg("", opts)
+        load_cfg("", [key, value])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("MEMFIT:\n  MICROBATCH: 2\n", r"no config key MEMFIT\.MICROBATCH"),
-        ("SOLVER: [1, 2\n", r"while parsing"),
-        ("", r"not a config"),
-        ("just text", r"not a config"),
-        ("OUTPUT_DIR: !!python/object/apply:os.getcwd []\n", r"could not determine a constructor"),
-        ('OUTPUT_DIR: !!python/object/apply:eval ["open(1)"]\n', r"only arithmetic is computed"),
-        ('OUTPUT_DIR: !!python/object/apply:eval ["[].__class__"]\n', r"only arithmetic"),
-    ],
-)
-def test_a_wrong_file_is_named(tmp_path, text, message):
+@pytest.mark.parametrize("text", ["open(1)", "[].__class__"])
+def test_code_in_a_file_is_not_run(tmp_path, text):
     file = tmp_path / "wrong.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message) as e:
+    file.write_text(f'OUTPUT_DIR: !!python/object/apply:eval ["{text}"]\n')
+    with pytest.raises(ConfigError, match=r"wrong\.yaml: only arithmetic is computed"):
         load_cfg(str(file))
-    assert "wrong.yaml" in str(e.value)
 
 
 def test_every_config_of_detectron2s_zoo_loads_without_running_code():
@@ -157,8 +137,3 @@ def test_a_config_of_a_projects_own_class_gets_nodes_of_that_class():
     assert type(own.MEMFIT.OOM) is OwnNode
     own.merge_from_other_cfg(OwnNode({"MEMFIT": {"OOM": {"POLICY": "split"}}}))
     assert with_memfit_keys(own).MEMFIT.OOM.POLICY == "split"
-
-
-def test_a_key_that_has_left_names_the_changelog():
-    with pytest.raises(ConfigError, match=r"MEMFIT.OOM.ALLOW_RESIZE.* CHANGELOG.md"):
-        load_cfg("", ["MEMFIT.OOM.ALLOW_RESIZE", "True"])

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.files import find_config_file, keys_in_own_files
-from d2_memfit.errors import ConfigError
 
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
 

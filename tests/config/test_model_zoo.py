@@ -3,8 +3,8 @@ import pytest
 from detectron2.config import get_cfg
 
 from d2_memfit import model_zoo
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.files import detectron2_zoo
-from d2_memfit.errors import ConfigError
 
 
 def test_all_configs_load():

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 from d2_memfit import get_cfg
-from d2_memfit.config.precision import Precision
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
+from d2_memfit.config.settings import Precision
 
 
 @pytest.mark.parametrize(

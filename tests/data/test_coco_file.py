@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from d2_memfit.common.errors import DataError
 from d2_memfit.data.coco_file import check_coco_file
-from d2_memfit.errors import DataError
 
 
 def test_coins_are_fine(coins):

@@ -8,6 +8,7 @@ from PIL import Image
 from pycocotools import mask as coco_masks
 
 from d2_memfit import get_cfg
+from d2_memfit.common.errors import DataError
 from d2_memfit.data.faults import (
     check,
     kinds_of,
@@ -15,7 +16,6 @@ from d2_memfit.data.faults import (
     look_at_images,
     warnings_about,
 )
-from d2_memfit.errors import DataError
 
 NAN = float("nan")
 TRIANGLE = [1.0, 1.0, 9.0, 1.0, 9.0, 9.0]

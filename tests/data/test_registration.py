@@ -2,15 +2,14 @@
 """Datasets by their files, registered and found."""
 
 import json
-import os
 
 import pytest
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
 from d2_memfit import get_cfg
+from d2_memfit.common.errors import ConfigError, DataError
 from d2_memfit.data.registration import check_datasets, register_coco
-from d2_memfit.errors import ConfigError, DataError
 
 
 def cfg_with(train=(), test=()):
@@ -49,17 +48,6 @@ def test_all_files_of_builtin_datasets_that_are_not_on_disk_are_named_at_once():
     assert "DATASETS.TEST coco_2017_val_panoptic_separated: " in str(e.value)
     for file in ("instances_val2017.json", "panoptic_val2017.json", "instances_train2017.json"):
         assert file in str(e.value)
-
-
-def test_a_pipe_is_not_waited_for(coins, tmp_path):
-    os.mkfifo(tmp_path / "train.json")
-    register_coco("piped_train", str(tmp_path / "train.json"), str(coins / "train"))
-    try:
-        with pytest.raises(DataError, match=r"or are pipes\. DATASETS\.TRAIN piped_train: /.*json"):
-            check_datasets(cfg_with(("piped_train",)))
-    finally:
-        DatasetCatalog.remove("piped_train")
-        MetadataCatalog.remove("piped_train")
 
 
 def test_keypoints_of_a_users_own_can_be_flipped(coins, tmp_path):

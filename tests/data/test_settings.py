@@ -7,10 +7,10 @@ import pytest
 from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY
 
+from d2_memfit.common.errors import ConfigError, DataError
 from d2_memfit.config.load import load_cfg
 from d2_memfit.data.coco_file import check_coco_file
 from d2_memfit.data.settings import fit_to_data
-from d2_memfit.errors import ConfigError, DataError
 
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
 

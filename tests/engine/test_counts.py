@@ -16,9 +16,10 @@ from tiny import images, tiny_cfg, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from d2_memfit import AccumulatingTrainer, compat, window_count
+from d2_memfit import AccumulatingTrainer, window_count
+from d2_memfit.common import compat
+from d2_memfit.common.errors import ConfigError, OutOfMemoryError
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
-from d2_memfit.errors import ConfigError, OutOfMemoryError
 
 WINDOWS = [(10, 3, 0, 5), (1, 0, 0, 0), (0, 4, 4, 4), (2, 2, 7, 2)]  # objects in each image
 NORMALIZERS = {policy: NormalizerOptions(policy) for policy in ("window", "exact", "off")}

@@ -58,10 +58,10 @@ class FixedDefaultTrainer(FixedData, DefaultTrainer):
     pass
 
 
-def train(trainer_class, cfg, resume=False):
+def train(trainer_class, cfg):
     seed_all_rng(0)
     trainer = trainer_class(cfg)
-    trainer.resume_or_load(resume)
+    trainer.resume_or_load(resume=False)
     trainer.train()
     return trainer
 

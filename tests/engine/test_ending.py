@@ -12,8 +12,8 @@ from detectron2.engine import hooks
 from detectron2.utils import comm
 from saving import resumed, trainer_of
 
+from d2_memfit.common.compat import create_ddp_model, without_ddp
 from d2_memfit.common.files import temporary_name
-from d2_memfit.compat import create_ddp_model, without_ddp
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.checkpoint import MemfitCheckpointer
 from d2_memfit.engine.ending import SIGNALS, SaveOnEnding

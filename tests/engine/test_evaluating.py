@@ -7,13 +7,12 @@ import pickle
 import pytest
 import torch
 from detectron2.evaluation import inference_on_dataset
-from detectron2.modeling import GeneralizedRCNNWithTTA
 from injection import Injector
 from tiny import images, tiny_cfg, tiny_model
 
+from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import evaluating, recovering_inference
-from d2_memfit.errors import OutOfMemoryError
 
 FAMILIES = [
     *("proposal_network", "mask_rcnn", "keypoint_rcnn", "retinanet"),
@@ -124,27 +123,3 @@ def test_training_draws_what_it_would_without_an_evaluation():
     with evaluating(cfg, tiny_model(cfg)):
         torch.rand(1)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_test_time_augmentation_is_recovered_too(tmp_path):
-    cfg = tiny_cfg("mask_rcnn", fpn=False)
-    cfg.TEST.AUG.MIN_SIZES = (48, 64)
-    cfg.TEST.AUG.MAX_SIZE = 128
-    model = tiny_model(cfg).eval()
-    with_tta = GeneralizedRCNNWithTTA(cfg, model)
-    inference, failures = model.inference, []
-
-    def failing_once(*args, **kwargs):
-        if failures:
-            failures.pop()
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return inference(*args, **kwargs)
-
-    with torch.no_grad(), recovering_inference(with_tta, RecoveryOptions(output_dir=str(tmp_path))):
-        expected = with_tta(images(1))
-        failures.append(1)
-        model.inference = failing_once
-        actual = with_tta(images(1))
-    assert not failures
-    assert len(actual[0]["instances"]) == len(expected[0]["instances"])
-    assert actions(tmp_path) == ["results are post-processed on the host"]

@@ -19,7 +19,8 @@ from injection import Injector
 from monitored import cheap_trainer
 from tiny import ROOT, images, read_metrics, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, MemfitTrainer, compat, get_cfg, memory
+from d2_memfit import AccumulatingTrainer, MemfitTrainer, get_cfg, memory
+from d2_memfit.common import compat
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.build import job_hooks
 from d2_memfit.engine.hooks import (

@@ -3,8 +3,8 @@ import pytest
 import torch
 from forks import FORKED_RANKS, run_forked
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.engine.launch import launch, world_size
-from d2_memfit.errors import ConfigError
 
 
 def test_one_process_is_the_calling_one():
@@ -22,14 +22,11 @@ def test_under_torchrun_the_environment_says_how_many_there_are(monkeypatch):
     assert world_size(1) == 1
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch):
+def test_ranks_without_a_gpu_or_an_address_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match="--num-gpus 2: there are 1 GPUs here"):
         launch(print, 2, dist_url="auto")
-
-
-def test_several_machines_need_an_address():
     with pytest.raises(ConfigError, match="--dist-url auto works on one machine"):
         launch(print, 1, num_machines=2, dist_url="auto")
 
@@ -61,7 +58,7 @@ RANKS = """
 import sys, time
 from detectron2.utils import comm
 from d2_memfit.engine.launch import launch
-from d2_memfit.errors import RankError, exit_on_error
+from d2_memfit.common.errors import RankError, exit_on_error
 
 @exit_on_error
 def rank():

@@ -12,7 +12,8 @@ from detectron2.engine import SimpleTrainer
 from injection import iterate
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit import AccumulatingTrainer
+from d2_memfit.common import compat
 from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.engine import ranks as reduce
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.compat import create_ddp_model
+from d2_memfit.common.compat import create_ddp_model
 from d2_memfit.config.settings import RecoveryOptions
 
 STEPS = 2

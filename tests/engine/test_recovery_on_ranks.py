@@ -2,16 +2,17 @@
 """Ranks that run images again, each on its own."""
 
 import random
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from injection import InjectedTrainer, Injector, iterate
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, compat
+from d2_memfit.common import compat
+from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.config.settings import RecoveryOptions
-from d2_memfit.errors import OutOfMemoryError
+from d2_memfit.engine.retry import WindowRetries
 
 NUM_IMAGES = 2  # of a rank in an iteration
 
@@ -40,11 +41,16 @@ def images_of(iteration, rank, num_ranks):
     return images(NUM_IMAGES, first=first % 64, size=32)
 
 
-def train_with_failures(rank, num_ranks, num_iterations, seed):
-    """In each iteration one rank fails somewhere, in forward or backward."""
+def trainer_on(rank, num_iterations=1, num_ranks=2, **options):
     model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
     loader = [images_of(i, rank, num_ranks) for i in range(num_iterations)]
-    trainer = InjectedTrainer(model, loader, sgd(model), recovery=RecoveryOptions())
+    options = RecoveryOptions(**options)
+    return InjectedTrainer(model, loader, sgd(model), recovery=options)
+
+
+def train_with_failures(rank, num_ranks, num_iterations, seed):
+    """In each iteration one rank fails somewhere, in forward or backward."""
+    trainer = trainer_on(rank, num_iterations, num_ranks)
     rng = random.Random(seed)  # the same on all ranks
     num_allocations = 1000
     for i in range(num_iterations):
@@ -53,7 +59,7 @@ def train_with_failures(rank, num_ranks, num_iterations, seed):
         trainer.cutter.images = None
         iterate(trainer, first=i)
         num_allocations = min(num_allocations, trainer.injector.num_allocations)
-    return parameters(model.module), trainer.recovery.totals.oom_events
+    return parameters(trainer.model.module), trainer.recovery.totals.oom_events
 
 
 @pytest.mark.parametrize("ranks", ["two_ranks", "three_ranks"])
@@ -67,17 +73,16 @@ def test_ranks_that_fail_in_turn_agree_bit_for_bit(ranks, request):
 
 
 def train_where_one_image_fits_in_no_way(rank):
-    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
-    trainer = InjectedTrainer(
-        model, [images_of(0, rank, 2)], sgd(model), recovery=RecoveryOptions()
-    )
+    trainer = trainer_on(rank)
     if rank == 1:
         trainer.injector = Injector(range(10**6))
-    try:
+    return error_of(trainer)
+
+
+def error_of(trainer):
+    with pytest.raises(OutOfMemoryError) as e:
         iterate(trainer)
-    except OutOfMemoryError as e:
-        return str(e)
-    return None
+    return str(e.value)
 
 
 def test_the_last_error_is_raised_on_every_rank(two_ranks):
@@ -87,18 +92,28 @@ def test_the_last_error_is_raised_on_every_rank(two_ranks):
     assert "image_2.png" in first
 
 
+def fail_at_the_end(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            error = torch.OutOfMemoryError("CUDA out of memory")
+            patch.setattr(WindowRetries, "end_window", Mock(side_effect=error))
+        return error_of(trainer_on(rank))
+
+
+def test_all_ranks_hear_of_an_end_that_fails_on_one(two_ranks):
+    first, second = two_ranks.run(fail_at_the_end)
+    assert first == second
+    assert "in the window of iteration 0 on rank 1" in first
+
+
 def sizes_after_resuming(rank, state):
-    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
-    trainer = AccumulatingTrainer(model, [[]], sgd(model), recovery=RecoveryOptions())
+    trainer = trainer_on(rank)
     trainer.load_state_dict(state)
     return trainer.cutter.images
 
 
 def recovery_state_after_a_failure(rank):
-    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
-    trainer = InjectedTrainer(
-        model, [images_of(0, rank, 2)], sgd(model), recovery=RecoveryOptions()
-    )
+    trainer = trainer_on(rank)
     trainer.injector = Injector([5] if rank == 1 else [])
     iterate(trainer)
     trainer.gather_states()
@@ -113,14 +128,11 @@ def test_each_rank_resumes_the_size_that_it_has_learned(two_ranks):
 
 @patch("d2_memfit.engine.retry.MAX_SKIPPED", 1.0)
 def train_without_images_on_one_rank(rank):
-    model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
-    options = RecoveryOptions(last_resort="skip")
-    loader = [images_of(i, rank, 2) for i in range(2)]
-    trainer = InjectedTrainer(model, loader, sgd(model), recovery=options)
+    trainer = trainer_on(rank, 2, last_resort="skip")
     trainer.injector = Injector(range(10**6) if rank == 1 else [])
     storage = iterate(trainer)
     assert rank or storage.latest()["effective_batch"][0] == NUM_IMAGES
-    return parameters(model.module)
+    return parameters(trainer.model.module)
 
 
 def test_a_rank_whose_images_were_all_skipped_takes_the_others_step(two_ranks):

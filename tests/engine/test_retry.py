@@ -21,10 +21,10 @@ from injection import (
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
-from d2_memfit.errors import OutOfMemoryError
 from d2_memfit.memory import TensorMeter
 
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
@@ -331,45 +331,36 @@ def test_other_errors_are_not_tried_again(error):
     assert len(calls) == 1
 
 
-def test_out_of_memory_in_the_optimizer_is_explained(tmp_path):
-    class Optimizer(torch.optim.SGD):
-        def step(self, closure=None):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+def run_out(*args, **kwargs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
 
-    model = CountingModel(2)
-    options = RecoveryOptions(output_dir=str(tmp_path))
-    trainer = AccumulatingTrainer(
-        model, batches(1), Optimizer(model.parameters()), recovery=options
-    )
+
+@pytest.mark.parametrize(
+    ("place", "phases"),
+    [
+        ("engine.train_loop.RankReport.add", ["vote"]),
+        ("common.snapshot.Snapshot.restore", ["forward", "restoration"]),
+        ("engine.retry.release_memory", ["forward", "restoration"]),
+    ],
+)
+def test_an_error_where_nothing_can_be_run_again_is_explained(place, phases, tmp_path, monkeypatch):
+    monkeypatch.setattr(f"d2_memfit.{place}", run_out)
+
+    def fails(names):
+        return len(names) > 1 and phases != ["vote"]
+
+    trainer = failing(fails, 1, CountingModel(2), output_dir=tmp_path)
+    with pytest.raises(OutOfMemoryError, match=f"in the {phases[-1]} of iteration 0"):
+        iterate(trainer)
+    assert [event["phase"] for event in read_record(tmp_path)] == phases
+
+
+def test_out_of_memory_in_the_optimizer_is_explained(tmp_path):
+    trainer = failing(lambda names: False, 1, CountingModel(2), output_dir=tmp_path)
+    trainer.optimizer.step = run_out
     with pytest.raises(OutOfMemoryError, match=r"in the optimizer .*FREEZE_AT"):
         iterate(trainer)
     assert read_record(tmp_path)[0]["phase"] == "optimizer"
-
-
-class Layers(torch.nn.Sequential):
-    """A model with a graph deep enough that a backward can fail in its middle."""
-
-    def __init__(self):
-        super().__init__(*[torch.nn.Linear(64, 64) for _ in range(20)])
-
-    def forward(self, batch):
-        x = torch.stack([image["image"][0].float() for image in batch]) / 255
-        return {"loss": super().forward(x).mean()}
-
-
-def test_recoveries_leave_no_memory_behind():
-    model = Layers()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
-    trainer = InjectedTrainer(model, batches(31), optimizer, recovery=RecoveryOptions())
-    with TensorMeter() as meter:
-        for i in range(31):
-            trainer.injector = Injector(fail_at=[10 + 2 * i])  # in forward and backward
-            trainer.cutter.images = None
-            iterate(trainer, first=i)
-            if i == 0:
-                at_first = meter.live_bytes
-    assert trainer.recovery.totals.oom_events == 31
-    assert meter.live_bytes - at_first < 2**18
 
 
 def recovering(model, batch):

@@ -10,6 +10,7 @@ from detectron2.utils.env import seed_all_rng
 from tiny import parameters, relative_difference, run_process, suggested, tiny_cfg
 
 from d2_memfit import MemfitTrainer
+from d2_memfit.cli import train as command
 from d2_memfit.techniques.registry import TECHNIQUES
 
 
@@ -26,7 +27,7 @@ def cfg(coins, tmp_path):
     return cfg
 
 
-class Reseeded:
+class Trainer(MemfitTrainer):
     """What is sampled at random is a function of the iteration."""
 
     def build_hooks(self):
@@ -35,13 +36,7 @@ class Reseeded:
 
     @classmethod
     def build_evaluator(cls, cfg, name):
-        from d2_memfit.cli.train import Trainer
-
-        return Trainer.build_evaluator(cfg, name)
-
-
-class Trainer(Reseeded, MemfitTrainer):
-    pass
+        return command.Trainer.build_evaluator(cfg, name)
 
 
 def with_all_exact_techniques(cfg):
@@ -55,17 +50,17 @@ def with_all_exact_techniques(cfg):
     return cfg
 
 
-def train(trainer_class, cfg):
+def train(cfg):
     seed_all_rng(0)
-    trainer = trainer_class(cfg)
+    trainer = Trainer(cfg)
     trainer.resume_or_load(resume=False)
     trainer.train()
     return trainer
 
 
 def test_weights_and_evaluation_are_those_without(cfg, log):
-    plain = train(Trainer, cfg)
-    changed = train(Trainer, with_all_exact_techniques(cfg))
+    plain = train(cfg)
+    changed = train(with_all_exact_techniques(cfg))
     for name in ("ActivationCheckpointing", "ChunkedMatching", "SharedDataset", "EvaluationOnHost"):
         assert f"Technique {name} (exact) is on" in log.text
     difference = relative_difference(parameters(changed.model), parameters(plain.model))
@@ -112,7 +107,7 @@ with torch.no_grad():
 
 def test_plain_detectron2_loads_and_traces_the_model_that_training_leaves(cfg, coins):
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 0.0
-    train(Trainer, with_all_exact_techniques(cfg))
+    train(with_all_exact_techniques(cfg))
     files = [f"{cfg.OUTPUT_DIR}/detectron2_config.yaml", coins / "val" / "000.png"]
     run = run_process([sys.executable, "-c", PLAIN + TRACED, *files])
     assert run.returncode == 0, run.stderr

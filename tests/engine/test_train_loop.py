@@ -2,18 +2,23 @@
 """Iterations of real and toy models, against Detectron2's and a plain loop."""
 
 import copy
+import inspect
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from detectron2.engine import SimpleTrainer
+from detectron2.layers import FrozenBatchNorm2d
 from detectron2.solver.build import maybe_add_gradient_clipping
 from detectron2.utils.events import EventStorage, get_event_storage
 from injection import iterate
 from tiny import every_anchor_counts, images, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.errors import DataError
+from d2_memfit.common.errors import DataError
+from d2_memfit.engine.storage import WindowStorage
 from d2_memfit.memory import TensorMeter
 
 NUM_ITERATIONS = 3
@@ -198,6 +203,37 @@ def test_a_loss_that_is_not_finite_raises_before_the_step_and_names_the_images()
     assert model.weight.item() == 1.0
 
 
+class Product(torch.nn.Module):
+    """Its loss is a product that float32 can hold only for small factors."""
+
+    def __init__(self, weight=1.0, norm=None):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((1, 4), weight))
+        self.norm = norm
+
+    def forward(self, batch):
+        x = torch.stack([d["image"].float().mean().expand(4) for d in batch])
+        return {"loss_cls": F.linear(x, self.weight).mean(), "loss_box": self.weight[0, 0] * 0}
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [
+        (Product(3e38, FrozenBatchNorm2d(3)), "does not normalise the activations of ran"),
+        (Product(float("inf")), "The weights are not finite"),
+        (Product(3e38), "The weights are finite"),
+    ],
+)
+def test_the_images_of_a_loss_that_is_not_finite_and_what_can_be_seen_are_named(model, cause):
+    image = {"image": torch.full((3, 8, 8), 1e3), "file_name": "a.jpg", "image_id": 7}
+    trainer = AccumulatingTrainer(model, [[image]], sgd(model))
+    with EventStorage(5), pytest.raises(FloatingPointError) as e:
+        trainer.run_step()
+    assert "iteration=5! rank 0: loss_cls" in str(e.value)
+    assert "a.jpg (image_id 7)" in str(e.value)
+    assert cause in str(e.value)
+
+
 def test_a_loader_that_ends_within_a_window_is_named_and_nothing_is_stepped():
     model = ToyModel()
     trainer = AccumulatingTrainer(model, [toys(1), toys(2), toys(3)], sgd(model), 2)
@@ -245,3 +281,37 @@ def test_accumulation_needs_the_memory_of_one_micro_batch(family):
     assert peaks[num_images, 1] <= peaks[1, 1] + 1.01 * gradients
     assert peaks[num_images, 1] == pytest.approx(peaks[1, 1], rel=0.01)
     assert peaks[1, num_images] > 3 * peaks[1, 1]
+
+
+@pytest.fixture
+def storage():
+    with EventStorage(7) as storage:
+        storage.put_scalar("x", 1.0)
+        storage.put_scalar("old", 5.0)
+        yield storage
+
+
+def test_a_rewind_drops_later_scalars_and_the_name_scope_that_an_error_left_open(storage):
+    with WindowStorage(storage) as window:
+        window.put_scalar("x", 1.0)
+        num_entries = window.num_entries()
+        for _ in range(2):
+            with suppress(MemoryError), window.name_scope("inner"):
+                window.put_scalar("y", 9.0)
+                raise MemoryError
+            window.rewind(num_entries)
+        window.put_scalar("x", 3.0)
+    window.write()
+    assert storage.history("x").values() == [(1.0, 7), (2.0, 7)]
+    assert set(storage.histories()) == {"x", "old"}
+
+
+@pytest.mark.skipif(
+    "cur_iter" not in inspect.signature(EventStorage.put_scalar).parameters,
+    reason="Detectron2 v0.6 has no cur_iter",
+)
+def test_an_explicit_iteration_is_kept(storage):
+    with WindowStorage(storage) as window:
+        window.put_scalar("x", 2.0, cur_iter=100)
+    window.write()
+    assert storage.history("x").values() == [(1.0, 7), (2.0, 100)]

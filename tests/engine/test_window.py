@@ -8,8 +8,8 @@ import torch
 from injection import iterate
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.engine.window import Window, as_given, count_images
-from d2_memfit.errors import ConfigError
 
 BATCHES = [[{"image_id": i} for i in ids] for ids in ((0, 1, 2, 3), (4, 5, 6), (7,))]
 
@@ -32,10 +32,7 @@ def taken(window, *sizes, across_batches=True):
 @pytest.mark.parametrize("is_loaded", [False, True])
 @pytest.mark.parametrize(
     ("across_batches", "expected"),
-    [
-        (True, [[0, 1, 2], [3, 4, 5], [6, 7]]),
-        (False, [[0, 1, 2], [3], [4, 5, 6], [7]]),
-    ],
+    [(True, [[0, 1, 2], [3, 4, 5], [6, 7]]), (False, [[0, 1, 2], [3], [4, 5, 6], [7]])],
 )
 def test_images_come_in_the_loaders_order(is_loaded, across_batches, expected):
     window = Window(iter(BATCHES), 3)

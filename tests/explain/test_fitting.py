@@ -4,7 +4,7 @@
 import pytest
 from made_up_logs import config_text
 
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.explain.rebuild import Help
 from d2_memfit.explain.records import LoggedRun
 from d2_memfit.explain.verdict import plan_for, predict_run

@@ -2,7 +2,7 @@
 """d2_memfit on a GPU: `pytest -m gpu tests/gpu`.
 
 Without one these tests are skipped. What no kernel of CUDA decides also runs on a made-up card, in
-the normal suite, and other tests on a CPU, as `long`.
+the normal suite, and other tests on a CPU, as `sweep`.
 
 Kernels of a GPU add up in any order. Results are equal to the last bit only without ROIAlign,
 whose deterministic backward in torchvision needs a compiler.
@@ -32,13 +32,12 @@ from tiny import (
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer, estimate_memory
-from d2_memfit.compat.pytorch import clear_cublas_workspaces
+from d2_memfit.common.compat import clear_cublas_workspaces
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.load import with_settings
-from d2_memfit.config.precision import Precision
-from d2_memfit.config.settings import RecoveryOptions
+from d2_memfit.config.settings import Precision, RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.hooks import MemoryMonitor
-from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase
 from d2_memfit.measure import ITEMS, measure_item
 from d2_memfit.memory import (
@@ -52,7 +51,6 @@ from d2_memfit.memory import (
 from d2_memfit.techniques import offload
 from d2_memfit.techniques.registry import TECHNIQUES, apply_techniques
 
-CASE = WorstCase((480, 640), 30)
 EXACT = [t.name for t in TECHNIQUES if t.tier == "exact" and t.part == "model"]
 
 GPU = pytest.param(
@@ -173,15 +171,6 @@ def trained(trainer):
     return parameters(trainer.model)
 
 
-def run_with_hooks(device, *hooks, num_iterations=4):
-    """A small training with hooks; its event storage."""
-    model = tiny_model(tiny_cfg("proposal_network", device=device))
-    trainer = AccumulatingTrainer(model, [images(1)] * num_iterations, sgd(model))
-    trainer.register_hooks(hooks)
-    trainer.train(0, num_iterations)
-    return trainer.storage
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_steps_are_detectron2s(precision, device):
     if precision == "fp16" and device.type == "cpu":
@@ -278,7 +267,11 @@ def test_reports_have_the_allocators_values_and_do_not_reset_its_peak(gpu):
     ballast = torch.ones(2**27, device=gpu)  # 0.5 GB
     del ballast
     ever = torch.cuda.max_memory_allocated(gpu)
-    latest = {k: v[0] for k, v in run_with_hooks(gpu, MemoryMonitor(2)).latest().items()}
+    model = tiny_model(tiny_cfg("proposal_network", device=gpu))
+    trainer = AccumulatingTrainer(model, [images(1)] * 4, sgd(model))
+    trainer.register_hooks([MemoryMonitor(2)])
+    trainer.train(0, 4)
+    latest = {k: v[0] for k, v in trainer.storage.latest().items()}
     assert torch.cuda.max_memory_allocated(gpu) == ever
     assert latest["memfit/alloc_retries"] == torch.cuda.memory_stats(gpu)["num_alloc_retries"]
     assert 0 < latest["memfit/allocated_gb"] <= latest["memfit/allocated_peak_gb"] < 0.5

@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 from tiny import tiny_cfg, tiny_model
 from torch import nn
 
-from d2_memfit import Job, MemfitMixin, estimate_memory
+from d2_memfit import Job, estimate_memory
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.lazy import cfg_of_lazy, overrides_of
 from d2_memfit.engine.build import build_trainer
-from d2_memfit.errors import ConfigError
 from d2_memfit.job import WorstCase, with_overrides
 
 
@@ -184,16 +184,6 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
             train_loader=lambda: [images],
             batch=WorstCase((64, 64), 1),
         ).training_batch()
-
-
-def test_the_mixin_trains_the_job_that_is_planned(tmp_path):
-    class Trainer(MemfitMixin, AdamWTrainer):
-        pass
-
-    cfg = tiny_cfg("faster_rcnn", fpn=False)
-    assert isinstance(
-        Job.from_trainer(Trainer, cfg, 1).build_optimizer(tiny_model(cfg)), torch.optim.AdamW
-    )
 
 
 def test_the_clipping_of_a_lazy_config_is_done():

@@ -14,7 +14,7 @@ from PIL import Image
 from tiny import tiny_cfg
 
 from d2_memfit import MemfitTrainer
-from d2_memfit.errors import DataError
+from d2_memfit.common.errors import DataError
 from d2_memfit.job import checked_loader, checked_test_loaders
 
 NAME = "registered"

@@ -17,7 +17,7 @@ from detectron2.data.transforms import Augmentation, ResizeTransform
 from PIL import Image
 
 from d2_memfit import Job, get_cfg
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.job import tensors_of
 from d2_memfit.job.datasets import assumed_statistics
 

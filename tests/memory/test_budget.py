@@ -12,13 +12,9 @@ from made_up_card import GB, made_up_card
 from monitored import cheap_trainer
 from tiny import run_process
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.engine.hooks import EnforceBudget
-from d2_memfit.errors import ConfigError
-from d2_memfit.memory import (
-    auto_budget_gb,
-    enforce_budget,
-    process_memory,
-)
+from d2_memfit.memory import auto_budget_gb, enforce_budget, process_memory
 
 
 def run_code(code):
@@ -92,7 +88,7 @@ def test_a_budget_can_be_changed_refused_and_taken_back():
     out = run_code(
         """
 import resource
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.memory import enforce_budget
 soft = lambda: resource.getrlimit(resource.RLIMIT_DATA)[0]
 before = soft()

@@ -2,11 +2,7 @@
 import pytest
 import torch
 
-from d2_memfit.memory import (
-    error_line,
-    is_loader_out_of_memory,
-    is_out_of_memory,
-)
+from d2_memfit.memory import error_line, is_loader_out_of_memory, is_out_of_memory
 
 # Texts as users have reported them.
 OUT_OF_MEMORY = [

@@ -6,7 +6,7 @@ from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from d2_memfit.memory import OwnerMeter, live_tensors
+from d2_memfit.memory import OwnerMeter, TensorMeter, live_tensors
 
 FAMILIES = ["mask_rcnn", "retinanet"]
 
@@ -56,3 +56,27 @@ def test_live_tensors_are_told_apart():
         assert sum(of_owner) == bytes_of(model.parameters())
     assert sizes["tensors", "float32 [1234, 56] on cpu"] == kept["list"][0].nbytes
     assert ("tensors", "float32 [77, 5] on cpu") not in sizes
+
+
+def test_what_comes_to_life_counts_until_it_is_freed():
+    with TensorMeter() as meter:
+        a = torch.zeros(1000)
+        assert meter.live_bytes == 4000
+        b = a + 1
+        assert meter.live_bytes == 8000
+        del a
+        assert meter.live_bytes == 4000
+    del b
+    assert meter.live_bytes == 0
+    assert meter.peak_bytes == 8000
+
+
+def test_views_and_operators_in_place_cost_nothing():
+    with TensorMeter() as meter:
+        a = torch.zeros(10, 100)
+        view = a.t()[3:].reshape(-1, 10)[0]
+        a.add_(1).relu_()
+        del a
+        assert meter.live_bytes == 4000  # the view keeps all of it
+        del view
+        assert meter.live_bytes == 0

@@ -21,18 +21,10 @@ def test_small_blocks_share_segments_of_2_mib_in_steps_of_512_bytes():
     assert allocator.peak_reserved_bytes == 2 * MB  # neighbours that are free are one block again
 
 
-@pytest.mark.parametrize(("asked", "given"), [(1, 512), (512, 512), (513, 1024), (700, 1024)])
-def test_no_block_is_smaller_than_512_bytes(asked, given):
-    allocator = CachingAllocator()
-    assert allocator.allocate(asked).size == given
-    assert allocator.allocated_bytes == given
-
-
 def test_blocks_below_10_mib_share_segments_of_20_mib():
     allocator = CachingAllocator()
-    allocator.allocate(6 * MB)
-    allocator.allocate(6 * MB)
-    allocator.allocate(6 * MB)
+    for _ in range(3):
+        allocator.allocate(6 * MB)
     assert allocator.peak_reserved_bytes == 20 * MB
     allocator.allocate(6 * MB)
     assert allocator.peak_reserved_bytes == 40 * MB

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from detectron2.layers import ModulatedDeformConv
 from torchvision.ops import deform_conv2d
 
 from d2_memfit.config.load import load_cfg
@@ -16,12 +15,6 @@ from d2_memfit.planner.timeline import Workspace
 CASE = WorstCase((160, 224), 5)
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
 GROUPED = ["MODEL.RESNETS.DEFORM_NUM_GROUPS", 2]
-
-
-def timeline(config, opts, num_images=1):
-    cfg = load_cfg(config, ["MODEL.DEVICE", "cpu", *opts])
-    job = Job.from_cfg(cfg, 1, batch=CASE)
-    return Session(job).train(job.training_batch(num_images))
 
 
 @pytest.mark.parametrize("modulated", [False, True])
@@ -46,21 +39,9 @@ def test_gradients_have_the_sizes_that_torchvisions_operator_gives(modulated):
 @pytest.mark.parametrize("opts", [[], GROUPED, ["MODEL.RESNETS.DEFORM_MODULATED", True]])
 def test_a_deformable_backbone_has_detectron2s_buffers(opts):
     on = ["MODEL.RESNETS.DEFORM_ON_PER_STAGE", [False, False, False, True]]
-    run = timeline(MASK, [*on, *opts])
+    job = Job.from_cfg(load_cfg(MASK, ["MODEL.DEVICE", "cpu", *on, *opts]), 1, batch=CASE)
+    run = Session(job).train(job.training_batch(1))
     columns = 512 * 9 * (160 // 32) * (224 // 32) * 4  # of the second convolution of res5's blocks
     copy = 0 if "MODEL.RESNETS.DEFORM_MODULATED" in opts else 512 * (160 // 32) * (224 // 32) * 4
     sizes = [event.num_bytes for event in run.events if isinstance(event, Workspace)]
     assert sizes.count(columns + copy) == 2 * 3  # in forward and backward of three
-
-
-def test_weights_have_detectron2s_names():
-    opts = ["MODEL.DEVICE", "cpu", "MODEL.RESNETS.DEFORM_ON_PER_STAGE", [False, False, False, True]]
-    cfg = load_cfg(MASK, [*opts, "MODEL.RESNETS.DEFORM_MODULATED", True])
-    block = Session(Job.from_cfg(cfg, 1, batch=CASE)).model.backbone.bottom_up.res5[0]
-    assert isinstance(block.conv2, ModulatedDeformConv)
-    assert {"conv2_offset.weight", "conv2.weight"} < set(block.state_dict())
-
-
-def test_without_compiled_operators_nothing_runs_outside_of_a_dry_run():
-    with pytest.raises(Exception, match=r"not supported on CPUs|no .*_C"):
-        deform_conv.modulated_deform_conv(*(torch.zeros(1, 4, 4, 4) for _ in range(4)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from detectron2.structures import Instances
 
-from d2_memfit.errors import ConfigError, DataError
+from d2_memfit.common.errors import ConfigError, DataError
 from d2_memfit.planner.errors import one_line_errors
 
 
@@ -17,31 +17,19 @@ def line_of(run, **options):
     return str(info.value)
 
 
-def from_file(tmp_path, source, module="users_model"):
-    """A function of a module that lies somewhere else."""
+@pytest.mark.parametrize("module", ["users_model", "detectron2.projects.point_rend.mask_head"])
+def test_the_place_is_the_last_in_the_users_code(tmp_path, module):
+    source = "import torch\ndef forward():\n    torch.ones(4, 5) @ torch.ones(4)"
     file = tmp_path / "users" / "modeling" / "head.py"
     file.parent.mkdir(parents=True)
     file.write_text(source)
     names = {"__name__": module}
     exec(compile(source, str(file), "exec"), names)
-    return names["forward"]
-
-
-def test_the_place_is_the_last_in_the_users_code(tmp_path):
-    forward = from_file(
-        tmp_path, "import torch\ndef forward():\n    torch.ones(4, 5) @ torch.ones(4)"
-    )
-    line = line_of(forward)
+    line = line_of(names["forward"])
     assert "RuntimeError: size mismatch" in line
     assert "in users/modeling/head.py:3 in forward)" in line
     assert "--batch MODULE:FUNCTION" in line
     assert "--probe" in line
-
-
-def test_detectron2s_projects_are_the_users_code(tmp_path):
-    source = "def forward():\n    next(iter([]))"
-    line = line_of(from_file(tmp_path, source, "detectron2.projects.point_rend.mask_head"))
-    assert line.startswith("the model of this job does not run (StopIteration, in users/modeling")
 
 
 def test_an_evaluation_can_be_left_out():
@@ -63,12 +51,7 @@ def test_what_the_mapper_did_not_make(run):
 @pytest.mark.parametrize(
     "error",
     [
-        RuntimeError("Found no NVIDIA driver on your system."),
-        AssertionError("Torch not compiled with CUDA enabled"),
         NameError("name '_C' is not defined"),
-        ImportError("cannot import name '_C' from 'adet' (/adet/__init__.py)"),
-        RuntimeError("Not compiled with GPU support"),
-        RuntimeError("Not implemented on the CPU"),
         NotImplementedError("Deformable Conv is not supported on CPUs!"),
     ],
     ids=str,

@@ -2,9 +2,7 @@
 """A detector without proposals, whose scores decide how much its evaluation takes."""
 
 import math
-import re
 from contextlib import nullcontext
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -69,20 +67,13 @@ def evaluate(prior, note=lambda line: None, build=WithoutValues):
 
 @pytest.mark.parametrize(("prior", "detections"), [(0.01, [0]), (0.5, [10])])
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(prior, detections, monkeypatch):
-    peak, found = evaluate(prior)
+    noted = []
+    peak, found = evaluate(prior, noted.append)
+    assert len(noted) == (detections == [0])
     monkeypatch.setattr(DryRun, "_call", TensorMeter._call)
     expected, computed = evaluate(prior, build=nullcontext)
     assert found == computed == detections
     assert peak == pytest.approx(expected, rel=0.001)
-
-
-def test_that_nothing_is_detected_at_all_is_said():
-    noted = []
-    _, found = evaluate(0.01, noted.append)
-    assert found == [0]
-    assert noted == [
-        "MasksOfPoints detects nothing in a dry run; an image with objects needs more memory"
-    ]
 
 
 class Trained(MasksOfPoints):
@@ -113,10 +104,7 @@ def test_an_estimate_of_what_is_not_known_is_at_least_with_the_reason(job):
     estimate = estimate_memory(job, device="cpu")
     (reason,) = estimate.at_least
     assert reason.startswith("Trained ")
-    text = describe_estimate(estimate)
-    assert f"At least: {reason}" in text
-    assert re.search(r"\| +at least +\|", text)
-    assert reason in asdict(estimate)["at_least"]
+    assert f"At least: {reason}" in describe_estimate(estimate)
     assert not estimate_memory(job, device="cpu", evaluates=False).at_least
 
 
@@ -126,8 +114,5 @@ def test_a_plan_says_that_it_leaves_no_room_for_what_is_not_known(job, share):
     plan = plan_memory(job, budget_gb=share * needed / 0.9, device="cpu")
     first, *lines = answer_of_plan(plan).splitlines()
     assert plan.fits == (share > 1)
-    if plan.fits:
-        assert first.startswith("Fits: at least ")
-        assert any(line.startswith("At least: Trained ") for line in lines)
-    else:
-        assert "the job needs a budget of at least " in first
+    assert " at least " in first
+    assert any(line.startswith("At least: Trained ") for line in lines)

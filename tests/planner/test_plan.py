@@ -6,8 +6,8 @@ import torch
 from tiny import tiny_cfg
 
 from d2_memfit import estimate_memory, plan_memory
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.load import load_cfg
-from d2_memfit.errors import ConfigError
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.planner import ladder as ladder_module
 from d2_memfit.planner.device import DeviceModel
@@ -55,7 +55,9 @@ def test_what_does_not_fit_says_the_smallest_budget_which_then_fits(mask):
     assert float(said[1]) == p.smallest_budget_gb
     assert "one image needs" in p.obstacle
     assert plan(mask, p.smallest_budget_gb, allow=["exact"]).fits
-    assert not plan(mask, p.smallest_budget_gb - 0.02, allow=["exact"]).fits
+    almost = plan(mask, p.smallest_budget_gb - 0.02, allow=["exact"])
+    assert not almost.fits
+    assert almost.must_allow[:2] == ("exact", "precision")
 
 
 def test_what_fits_is_left_alone(mask):
@@ -134,19 +136,6 @@ def test_estimate_and_plan_agree_on_what_fits(mask):
             assert p.estimate == dry_job.estimate()
 
 
-def test_micro_batches_are_of_the_exact_tier(mask):
-    without = plan(mask, 3.5, allow=["precision"])
-    assert "smaller micro-batches" not in [s.name for s in without.steps]
-    assert "MEMFIT.MICRO_BATCH" not in without.settings
-    assert without.estimate.micro_batch_size == 8
-
-
-def test_what_does_not_fit_says_what_would_have_to_be_allowed(mask):
-    p = plan(mask, 1.2, allow=["exact"])
-    assert not p.fits
-    assert p.must_allow[:2] == ("exact", "precision")
-
-
 def needed_gb(cfg):
     """The smallest budget of a job as it is."""
     job = DryJob(Job.from_any(cfg, batch=SMALL), "cuda", evaluates=False)
@@ -176,30 +165,16 @@ def test_with_batch_norm_there_are_no_smaller_micro_batches():
 @pytest.mark.parametrize(
     ("budget", "kwargs", "message"),
     [
-        (0, {}, "MEMFIT.BUDGET_GB must be a number of GB above 0"),
-        (-1, {}, "MEMFIT.BUDGET_GB must be a number of GB above 0"),
-        ("6 gigs", {}, "MEMFIT.BUDGET_GB must be a number of GB above 0"),
+        (0, {}, "MEMFIT.BUDGET_GB"),
         (None, {}, "a plan needs a budget"),
-        (6, {"num_gpus": 0}, "num_gpus must be a positive integer, got 0"),
-        (6, {"num_gpus": 3}, "SOLVER.IMS_PER_BATCH must be divisible by the number of ranks, 3"),
-        (6, {"allow": ["lossy"]}, "allow must be some of exact, precision, recipe, got"),
+        (6, {"num_gpus": 3}, "SOLVER.IMS_PER_BATCH"),
+        (6, {"allow": ["lossy"]}, "allow must be"),
+        (6, {"device": "v10"}, "did you mean v100"),
     ],
 )
 def test_values_that_cannot_work_are_refused(mask, budget, kwargs, message):
     with pytest.raises(ConfigError, match=message):
         plan(mask, budget, **kwargs)
-
-
-def test_an_unknown_device_is_refused(mask):
-    with pytest.raises(ConfigError, match=r"there is no device 'v10' \(did you mean v100 or "):
-        estimate_memory(mask, device="v10")
-
-
-def test_a_model_that_cannot_be_built_is_one_line():
-    cfg = tiny_cfg()
-    cfg.MODEL.BACKBONE.NAME = "no_such_backbone"
-    with pytest.raises(ConfigError, match=r"does not run .*no_such_backbone"):
-        estimate_memory(cfg)
 
 
 def test_planning_draws_no_random_numbers():
@@ -222,56 +197,32 @@ def small_job(seed):
     return cfg
 
 
-def test_a_technique_that_the_job_does_not_run_with_is_left_out_and_it_is_said(monkeypatch):
-    from d2_memfit.techniques.heads import ChunkedHeads
-
-    def fails(*args, **kwargs):
-        raise RuntimeError("no heads")
-
-    def broken(self, model, value):
-        model.roi_heads.forward = fails
-        return model
-
-    monkeypatch.setattr(ChunkedHeads, "apply", broken)
-    lines = []
-    cfg = small_job(0)
-    before = estimate_memory(cfg, device="cuda", batch=SMALL, evaluates=False)
-    p = plan(cfg, before.device_total_gb, batch=SMALL, allow=["exact"], progress=lines.append)
-    assert "ChunkedHeads" not in [s.name for s in p.steps]
-    assert any("ChunkedHeads: left out, the model of this job does not run" in x for x in lines)
-    assert any("ChunkedHeads: left out" in line for line in p.left_out)
-
-
 def test_techniques_that_only_run_alone_do_not_end_a_plan(monkeypatch):
     from d2_memfit.techniques.checkpointing import ActivationCheckpointing
     from d2_memfit.techniques.heads import ChunkedHeads
 
-    apply = ActivationCheckpointing.apply
+    checkpoint, of_heads = ActivationCheckpointing.apply, ChunkedHeads.apply
 
-    def with_chunks_it_is_broken(self, model, value):
-        model = apply(self, model, value)
+    def apply_checkpointing(self, model, value):
+        model = checkpoint(self, model, value)
         model.is_checkpointed = True
         return model
 
-    def fails(*args, **kwargs):
-        raise RuntimeError("not both")
-
-    def with_checkpointing_it_is_broken(self, model, value):
+    def apply_chunks(self, model, value):
         model = of_heads(self, model, value)
         if getattr(model, "is_checkpointed", False):
-            model.roi_heads.forward = fails
+            model.roi_heads.forward = lambda *_: 1 / 0
         return model
 
-    of_heads = ChunkedHeads.apply
-    monkeypatch.setattr(ActivationCheckpointing, "apply", with_chunks_it_is_broken)
-    monkeypatch.setattr(ChunkedHeads, "apply", with_checkpointing_it_is_broken)
-    p = plan(small_job(1), 0.5, batch=SMALL, allow=["exact"])
+    monkeypatch.setattr(ActivationCheckpointing, "apply", apply_checkpointing)
+    monkeypatch.setattr(ChunkedHeads, "apply", apply_chunks)
+    lines = []
+    p = plan(small_job(1), 0.5, batch=SMALL, allow=["exact"], progress=lines.append)
     assert not p.fits  # the smallest one is known all the same
     assert "MEMFIT.CHECKPOINT.MODULES" in p.settings
     assert "MEMFIT.HEADS.CHUNK_SIZE" not in p.settings
-    pairs = [line.partition(": left out, ") for line in p.left_out]
-    assert any("ActivationCheckpointing, ChunkedHeads" in names for names, _, _ in pairs)
-    assert all("RuntimeError: not both" in why for _, _, why in pairs)
+    assert any("ActivationCheckpointing, ChunkedHeads: left out, " in line for line in p.left_out)
+    assert all("ZeroDivisionError" in line and line in lines for line in p.left_out)
     assert p.left_out[0] in describe_plan(p)
 
 
@@ -307,11 +258,9 @@ def test_dry_runs_have_at_most_3_images_but_those_that_verify(
     assert sum(images_of_runs) <= most_images
 
 
-def test_an_estimate_has_dry_runs_of_2_and_of_3_images(mask, images_of_runs):
+def test_an_estimate_has_dry_runs_of_2_and_3_images_and_objects_two_of_1_more(mask, images_of_runs):
     estimate_memory(mask, device="cuda", batch=CASE, evaluates=False)
     assert images_of_runs == [3, 2]
-
-
-def test_how_many_objects_fit_takes_two_runs_of_an_image(mask, images_of_runs):
+    images_of_runs.clear()
     plan(mask, 24, counts_objects=True)
     assert images_of_runs == [3, 2, 8, 1, 1]

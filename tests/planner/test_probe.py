@@ -24,7 +24,6 @@ from d2_memfit.planner.worst_outputs import worst_case
 CASE = WorstCase((320, 480), 10)
 ORIGINAL = 3 * 320 * 480  # bytes of an image that the job keeps: the meter sees what is copied
 KEYPOINTS = ("keypoints_coco_2017_train",)
-LARGE = WorstCase((800, 1333), 30)
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -55,10 +55,10 @@ def test_what_does_not_fit_says_what_is_in_the_way_and_what_would_do(plan):
         obstacle="BatchNorm is trained",
     )
     lines = answer_of_plan(refused).splitlines()
-    assert lines[0].startswith("Does not fit: ")
-    assert lines[0].endswith("the job needs a budget of 5.21 GB, not 4 GB")
-    assert lines[1] == "In the way: BatchNorm is trained"
-    assert lines[2] == "It fits if more may change: --allow exact,recipe"
+    assert [line.partition(":")[0] for line in lines[:2]] == ["Does not fit", "In the way"]
+    assert "5.21 GB, not 4 GB" in lines[0]
+    assert "BatchNorm is trained" in lines[1]
+    assert "--allow exact,recipe" in lines[2]
 
 
 def test_a_long_plan_is_a_short_answer(plan):
@@ -81,33 +81,22 @@ def test_a_long_plan_is_a_short_answer(plan):
 
 
 def test_an_estimate_says_what_the_job_needs_or_whether_it_fits(plan):
-    e = replace(plan.estimate, wider=())
-    lines = answer_of_estimate(e).splitlines()
-    low, high = e.device_range_gb
-    assert lines[0] == (
-        f"Needs {e.device_total_gb:.2f} GB of each GPU. Its range: {low:.1f} to {high:.1f} GB"
-    )
-    assert len(lines) <= MOST
-    assert answer_of_estimate(e, 4.0).startswith("Fits: needs ")
-    refused = answer_of_estimate(e, 4.0, fits=False)
-    assert refused.startswith("Does not fit: needs ")
-    assert " GB of each GPU, and the budget is 4 GB with its headroom. " in refused
-    on_cpu = answer_of_estimate(replace(e, expandable_segments=None, at_least=("a part",)))
-    assert on_cpu.startswith("Needs at least ")
-    assert "GB of a process" in on_cpu
-
-
-def test_what_makes_the_range_wider_is_named(plan):
     e = replace(plan.estimate, wider=("one thing", "another"))
-    assert "GB, because one thing (and 1 more)" in answer_of_estimate(e)
-    assert "Its range is wider because another" in describe_estimate(e)
+    first, *lines = answer_of_estimate(e).splitlines()
+    assert first.startswith(f"Needs {e.device_total_gb:.2f} GB of each GPU. Its range: ")
+    assert "because one thing (and 1 more)" in first
+    assert len(lines) < MOST
+    assert "another" in describe_estimate(e)
+    assert answer_of_estimate(e, 4.0).startswith("Fits: ")
+    assert answer_of_estimate(e, 4.0, fits=False).startswith("Does not fit: ")
+    on_cpu = answer_of_estimate(replace(e, expandable_segments=None, at_least=("a part",)))
+    assert on_cpu.startswith(f"Needs at least {e.device_total_gb:.2f} GB of a process")
 
 
 @pytest.mark.parametrize(("number", "said"), [(173, "173"), (1000, "1,000 or more"), (0, "0")])
 def test_how_many_objects_fit_is_a_line(plan, number, said):
     e = replace(plan.estimate, objects_that_fit=number)
     line = f"Objects that fit in each image: about {said}"
-    for text in (describe_estimate(e), answer_of_estimate(e, 4.0)):
+    for text in (describe_estimate(e), answer_of_plan(replace(plan, estimate=e))):
         assert line in text.splitlines()
-    assert line in answer_of_plan(replace(plan, estimate=e)).splitlines()
-    assert "Objects that fit" not in answer_of_plan(plan) + describe_estimate(plan.estimate)
+    assert "Objects that fit" not in answer_of_plan(plan)

@@ -15,11 +15,6 @@ from d2_memfit.planner.worst_outputs import detect_most, worst_case
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def lines():
-    noted = []
-    return noted, noted.append
-
-
 def not_to_be_noted(text):
     raise AssertionError(text)
 
@@ -159,7 +154,7 @@ class Rotated(RPN):
 def test_other_proposals_are_left_alone_and_that_is_said(case):
     model = tiny_model(tiny_cfg("mask_rcnn"))
     batch = images(2)
-    noted, note = lines()
+    noted = []
     if case == "no limit":
         model.eval()
         model.proposal_generator = OtherGenerator({})
@@ -167,34 +162,27 @@ def test_other_proposals_are_left_alone_and_that_is_said(case):
         model.proposal_generator.__class__ = Rotated
     calls = []
     model.roi_heads.forward = lambda *args: calls.append(args) or ([], {})
-    with worst_case(model, note), EventStorage():
+    with worst_case(model, noted.append), EventStorage():
         for _ in range(2):
             if case == "no list":
                 model.roi_heads(None, None, {"proposals": []}, None)
             else:
                 model(batch)
     name = type(model.proposal_generator).__name__
-    assert set(noted) == {
-        f"The proposals of {name} are those of a dry run; a real image may have "
-        "more, and need more memory"
-    }
+    assert all(line.startswith(f"The proposals of {name} are those of a dry run") for line in noted)
+    assert len(noted) == 2
     if case == "no limit":
         assert [len(p) for p in calls[0][2]] == [0, 1]
 
 
-@pytest.mark.parametrize("kind", ["an argument more", "other lists"])
-def test_another_use_of_fast_rcnn_inference_is_left_alone_and_that_is_said(kind, monkeypatch):
+def test_another_use_of_fast_rcnn_inference_is_left_alone_and_that_is_said(monkeypatch):
     from detectron2.modeling.roi_heads import fast_rcnn
 
-    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model, noted = tiny_model(tiny_cfg("mask_rcnn")), []
     monkeypatch.setattr(fast_rcnn, "fast_rcnn_inference", lambda *args: args)
-    sizes = [(20, 30)] * (2 if kind == "other lists" else 1)
-    args = [torch.zeros(3, 4)], [torch.zeros(3, 2)], sizes, 0.05, 0.5, 9
-    args = (*args, "soft") if kind == "an argument more" else args
-    noted, note = lines()
-    model.forward = lambda _: fast_rcnn.fast_rcnn_inference(*args)
-    detect_most(model, None, note)
-    detect_most(model, None, noted.append)
+    args = [torch.zeros(3, 4)], [torch.zeros(3, 2)], [(20, 30)], 0.05, 0.5, 9
+    for of_project in ((*args, "soft"), (*args[:2], [(20, 30)] * 2, *args[3:])):
+        model.forward = lambda _, given=of_project: fast_rcnn.fast_rcnn_inference(*given)
+        detect_most(model, None, noted.append)
     assert len(noted) == 2
-    assert noted[0] == noted[1]
-    assert "detections" in noted[0]
+    assert all("detections" in line for line in noted)

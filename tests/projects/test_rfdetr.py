@@ -8,7 +8,6 @@ import torch
 from injection import InjectedTrainer, Injector
 from tiny import parameters, relative_difference
 
-from d2_memfit.errors import ConfigError
 from d2_memfit.planner.steps import Session
 
 pytest.importorskip("rfdetr")
@@ -77,16 +76,7 @@ class InjectedModule(WindowModule):
             self._inner.__class__, self._inner.injector = InjectedTrainer, self.injector
 
 
-def trained(
-    folder,
-    kind=None,
-    injector=None,
-    precision="32-true",
-    config=None,
-    batches=1,
-    num_steps=NUM_STEPS,
-    **options,
-):
+def trained(folder, kind=None, injector=None, config=None, num_steps=NUM_STEPS, **options):
     """Lightning's own loop; without a kind, with rfdetr's own module."""
     model_config, train_config = configs_of(**(config or {}))
     torch.manual_seed(0)
@@ -99,9 +89,7 @@ def trained(
     trainer = lightning.Trainer(
         max_epochs=1,
         accelerator="cpu",
-        precision=precision,
         gradient_clip_val=0.1,
-        accumulate_grad_batches=batches,
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -144,10 +132,3 @@ def test_an_injected_error_leaves_no_trace(tmp_path, monkeypatch):
         inner = trainer.lightning_module._inner
         assert (inner.recovery.totals.oom_events, inner.window_sizes) == (1, (2, 2))
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
-
-
-def test_settings_that_do_not_go_together_are_errors(tmp_path):
-    with pytest.raises(ConfigError, match="rfdetr trains in 64-true, and the job in"):
-        trained(tmp_path, WindowModule, device="cpu", precision="64-true")
-    with pytest.raises(ConfigError, match="grad_accum_steps must be 1"):
-        trained(tmp_path, WindowModule, device="cpu", batches=2)

@@ -2,12 +2,15 @@
 """LazyConfigs: a Mask R-CNN on both releases of Detectron2, and ViTDet where there is one."""
 
 import importlib.util
+import re
+from pathlib import Path
 
+import detectron2
 import pytest
 from detectron2 import modeling
 from detectron2.config import LazyConfig
-from diffs import apply_diff, diffs_in, of_detectron2
 from forks import run_forked
+from test_docs import blocks
 from tiny import ROOT, read_metrics
 
 from d2_memfit import Job
@@ -40,8 +43,7 @@ def folder(coins, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(FPN, marks=pytest.mark.slow), pytest.param(VITDET, marks=NEEDS_VIT)],
+    "config", [pytest.param(FPN, marks=pytest.mark.slow), pytest.param(VITDET, marks=NEEDS_VIT)]
 )
 def test_it_trains_with_checkpointing_and_is_evaluated(config, folder, log):
     main(["train", "--config-file", str(config), *SHORT])
@@ -63,14 +65,27 @@ def test_the_command_plans_the_config_as_it_stands(config, folder, capsys):
     assert type(job.training_batch(1)[0]["instances"].gt_masks).__name__ == "PolygonMasks"
 
 
-@pytest.mark.skipif(
-    of_detectron2("tools/lazyconfig_train_net.py") is None,
-    reason="Detectron2 was not installed in place, so its tools are not there",
-)
+# There is one where Detectron2 was installed in place.
+SCRIPT = Path(detectron2.__file__).resolve().parents[1] / "tools" / "lazyconfig_train_net.py"
+
+
+def patched(text, diff):
+    """A text after a diff, whose hunks lines with @@ separate."""
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.MULTILINE):
+        lines = hunk.splitlines(keepends=True)
+        before, after = (
+            "".join(line[1:] or "\n" for line in lines if line[0] != sign) for sign in "+-"
+        )
+        assert before == after or text.count(before) == 1, before
+        text = text.replace(before, after)
+    return text
+
+
+@pytest.mark.skipif(not SCRIPT.is_file(), reason="Detectron2's tools are not installed")
 def test_the_diff_makes_detectron2_s_own_script_accumulate(folder):
-    (diff,) = diffs_in(PROJECT / "README.md")
+    (diff,) = blocks(PROJECT / "README.md", "diff")
     script = folder / "train_net.py"
-    script.write_text(apply_diff(diff, of_detectron2("tools/lazyconfig_train_net.py").read_text()))
+    script.write_text(patched(SCRIPT.read_text(), diff))
     opts = [*SHORT, "+dataloader.evaluator.use_fast_impl=False"]
     result = run_forked(script, "--config-file", FPN, *opts)
     assert result.returncode == 0, result.stderr[-4000:]

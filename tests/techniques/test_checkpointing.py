@@ -9,9 +9,9 @@ import torch
 from detectron2.utils.events import EventStorage
 from tiny import images, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit.compat import create_ddp_model
+from d2_memfit.common.compat import create_ddp_model
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques.registry import apply_techniques
 

@@ -10,7 +10,7 @@ from detectron2.structures import Boxes, pairwise_iou
 from detectron2.utils.events import EventStorage
 from tiny import images, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques.crowds import pairwise_iou_in_chunks
 from d2_memfit.techniques.registry import apply_techniques

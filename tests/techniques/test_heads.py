@@ -4,8 +4,8 @@ import torch
 from detectron2.modeling.roi_heads.mask_head import MaskRCNNConvUpsampleHead, mask_rcnn_loss
 from tiny import tiny_cfg, tiny_model
 
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import ConfigError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques.registry import apply_techniques
 
@@ -41,18 +41,6 @@ def test_memory_is_that_of_one_chunk():
     assert peaks[1] < 0.35 * peaks[0]
 
 
-def test_a_model_without_such_heads_is_an_error():
-    with pytest.raises(ConfigError, match=r"HEADS.CHUNK_SIZE: the model has no mask or keypoint"):
-        apply(tiny_model(tiny_cfg("faster_rcnn")), 4)
-
-
-def test_a_head_with_batch_normalisation_is_an_error():
-    cfg = tiny_cfg("mask_rcnn")
-    cfg.MODEL.ROI_MASK_HEAD.NORM = "BN"
-    with pytest.raises(ConfigError, match=r"MaskRCNNConvUpsampleHead has batch normalisation"):
-        apply(tiny_model(cfg), 4)
-
-
 class OwnHead(MaskRCNNConvUpsampleHead):
     def forward(self, x, instances):
         for layer in self:
@@ -60,8 +48,14 @@ class OwnHead(MaskRCNNConvUpsampleHead):
         return mask_rcnn_loss(x, instances)
 
 
-def test_a_head_that_does_not_call_its_layers_is_an_error():
-    model = tiny_model(tiny_cfg("mask_rcnn"))
-    model.roi_heads.mask_head.__class__ = OwnHead
-    with pytest.raises(ConfigError, match=r"CHUNK_SIZE: the OwnHead has its own forward, without"):
-        apply(model, 4)
+def test_heads_that_cannot_be_cut_are_errors():
+    normed, own = tiny_cfg("mask_rcnn"), tiny_model(tiny_cfg("mask_rcnn"))
+    normed.MODEL.ROI_MASK_HEAD.NORM = "BN"
+    own.roi_heads.mask_head.__class__ = OwnHead
+    for model, message in (
+        (tiny_model(tiny_cfg("faster_rcnn")), "CHUNK_SIZE: the model has no mask or keypoint"),
+        (tiny_model(normed), "MaskRCNNConvUpsampleHead has batch normalisation"),
+        (own, "CHUNK_SIZE: the OwnHead has its own forward, without"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            apply(model, 4)

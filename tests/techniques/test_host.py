@@ -7,8 +7,8 @@ import pytest
 from detectron2.data import build_detection_train_loader
 from tiny import tiny_cfg
 
+from d2_memfit.common.errors import HostMemoryError
 from d2_memfit.engine.build import build_trainer
-from d2_memfit.errors import HostMemoryError
 from d2_memfit.job import Job, checked_loader
 from d2_memfit.techniques.host import SharedList
 from d2_memfit.techniques.registry import apply_techniques
@@ -16,11 +16,11 @@ from d2_memfit.techniques.registry import apply_techniques
 GB = 2**30
 
 
-def plan(budget_gb, workers=8, log=None):
+def plan(budget_gb):
     """The config that comes out."""
     cfg = tiny_cfg(fpn=False)
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800,), 1333
-    cfg.DATALOADER.NUM_WORKERS = workers
+    cfg.DATALOADER.NUM_WORKERS = 8
     cfg.MEMFIT.HOST.BUDGET_GB = budget_gb
     cfg.freeze()
     return apply_techniques("config", cfg, cfg)

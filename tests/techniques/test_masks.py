@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from detectron2.structures import BitMasks, Instances
-from tiny import tiny_cfg
+from detectron2.utils.events import EventStorage
+from injection import seed_all
+from tiny import image, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques.masks import MaskBits, _sharing, pack_masks, with_packed_masks
@@ -113,9 +115,9 @@ def pad(images):
     size = [max(lengths) for lengths in zip(*(image.shape for image in images))]
     padded = torch.zeros((len(images), *size), dtype=images[0].dtype)
     outside = torch.ones((len(images), *size[1:]), dtype=torch.bool)
-    for image, of_image, part in zip(images, padded, outside):
-        of_image[: image.shape[0], : image.shape[1], : image.shape[2]].copy_(image)
-        part[: image.shape[1], : image.shape[2]] = False
+    for small, of_image, part in zip(images, padded, outside):
+        of_image[: small.shape[0], : small.shape[1], : small.shape[2]].copy_(small)
+        part[: small.shape[1], : small.shape[2]] = False
     return padded, outside
 
 
@@ -211,3 +213,21 @@ def test_writing_into_them_is_an_error():
         packed[0] = True
     with pytest.raises(RuntimeError, match="writes into packed masks"):
         packed.logical_not_()
+
+
+@pytest.mark.parametrize("family", ["mask2former", "rf_detr", "rt_detr_v2"])
+def test_models_of_transformers_have_the_same_gradients(family):
+    pytest.importorskip("transformers")
+    from tiny_transformers import tiny_transformers_cfg
+
+    cfg = tiny_transformers_cfg(family, has_masks=family != "rt_detr_v2")
+    batch = [image(i, size=128, num_instances=n) for i, n in enumerate((30, 7))]
+    gradients = []
+    for cfg.MEMFIT.MASKS.PACKED in (False, True):
+        model = apply_techniques("model", tiny_model(cfg), cfg)
+        seed_all()
+        with EventStorage():
+            sum(model(batch).values()).backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        gradients.append(found)
+    assert relative_difference(*gradients) < 1e-5

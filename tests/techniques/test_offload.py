@@ -6,8 +6,8 @@ import torch
 from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg, tiny_model
 
+from d2_memfit.common.errors import HostMemoryError
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import HostMemoryError
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques import offload
 from d2_memfit.techniques.registry import apply_techniques
@@ -20,14 +20,13 @@ def apply(model, *modules):
     return apply_techniques("model", model, cfg)
 
 
-def layers(device="cpu"):
-    """Each saves 4 MiB; the first saves twice what the second saves again."""
+def layers(number=6, *between):
+    """Each saves 4 MiB; ReLU between the last two saves what the last convolution saves again."""
     torch.manual_seed(0)
     model = torch.nn.Sequential()
-    model.part = torch.nn.Sequential(
-        torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(4, 4, 3, padding=1)
-    )
-    return model.to(device), torch.rand(1, 4, 512, 512, device=device, requires_grad=True)
+    *first, last = [torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(number)]
+    model.part = torch.nn.Sequential(*first, *between, last, torch.nn.Sigmoid())
+    return model, torch.rand(1, 4, 512, 512, requires_grad=True)
 
 
 def gradients(model, x):
@@ -45,11 +44,11 @@ def copied(monkeypatch):
 
 def test_each_tensor_is_copied_once(monkeypatch):
     copies = copied(monkeypatch)
-    model, x = layers()
+    model, x = layers(2, torch.nn.ReLU())
     expected = gradients(model, x)
     for a, e in zip(gradients(apply(model, "part"), x), expected):
         assert torch.equal(a, e)
-    assert len(copies) == 2  # the input, and what ReLU makes and the second convolution takes
+    assert len(copies) == 3  # the input, what ReLU makes, and the result
 
 
 def test_a_change_in_place_is_no_other_result():
@@ -70,20 +69,10 @@ def test_a_change_in_place_is_no_other_result():
     assert model.part.w.grad == 2**20  # plain PyTorch cannot tell, and raises
 
 
-def deep_layers(number=6):
-    """Each saves 4 MiB."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential()
-    model.part = torch.nn.Sequential(
-        *(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(number)), torch.nn.Sigmoid()
-    )
-    return model, torch.rand(1, 4, 512, 512, requires_grad=True)
-
-
 @pytest.mark.parametrize("most", [1, 2, 4, 1000])
 def test_the_tensors_of_copies_in_flight_are_bounded(most, monkeypatch):
     monkeypatch.setattr(offload, "MOST_IN_FLIGHT", most)
-    model, x = deep_layers()
+    model, x = layers()
     apply(model, "part")
     with TensorMeter() as meter:
         result = model(x).sum()
@@ -121,7 +110,7 @@ def test_on_a_made_up_card_no_memory_is_free_before_its_copy_ended(monkeypatch):
     monkeypatch.setattr(
         torch, "empty_like", lambda t, device, pin_memory=None: empty_like(t, device=device)
     )
-    model, x = deep_layers(3)
+    model, x = layers(3)
     expected = gradients(model, x)
     apply(model, "part")
     *_, moves = model.part.forward.args

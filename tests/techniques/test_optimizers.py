@@ -11,9 +11,10 @@ from detectron2.solver import build_optimizer
 from injection import iterate
 from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
 
-from d2_memfit import AccumulatingTrainer, Job, compat
+from d2_memfit import AccumulatingTrainer, Job
+from d2_memfit.common import compat
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import ConfigError
 from d2_memfit.planner.steps import Session
 from d2_memfit.techniques.optimizer import ShardedOptimizer
 from d2_memfit.techniques.registry import apply_techniques, get_technique
@@ -28,14 +29,6 @@ def cfg_with(*pairs, clip=False):
 
 def make(cfg, model):
     return apply_techniques("optimizer", build_optimizer(cfg, model), cfg)
-
-
-def train(cfg, num_iterations=3):
-    model = tiny_model(cfg)
-    optimizer = make(cfg, model)
-    torch.manual_seed(0)
-    iterate(AccumulatingTrainer(model, [images(2)] * num_iterations, optimizer), num_iterations)
-    return model, optimizer
 
 
 def test_sharding_on_one_rank_is_an_error():

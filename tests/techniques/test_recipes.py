@@ -9,7 +9,7 @@ from detectron2.utils.events import EventStorage
 from tiny import images, tiny_cfg
 
 from d2_memfit import Job, get_cfg
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.techniques.registry import apply_techniques, get_technique
 
 

@@ -13,8 +13,8 @@ from tiny import ROOT, images, tiny_cfg, tiny_model
 from torch import nn
 
 from d2_memfit import Job, get_cfg, plan_memory
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.settings import check_settings
-from d2_memfit.errors import ConfigError
 from d2_memfit.techniques.registry import TECHNIQUES, TIERS, apply_techniques, get_technique
 
 NAMES = [technique.name for technique in TECHNIQUES]

@@ -5,17 +5,7 @@ import re
 import sys
 
 import make_venv
-import pytest
 from tiny import ROOT
-
-
-@pytest.mark.parametrize("version", [(3, 8), (3, 14)])
-def test_a_python_that_the_pinned_packages_do_not_support_is_told_what_to_do(version):
-    message = make_venv.complaint_about(version)
-    assert f"this is Python {version[0]}.{version[1]}" in message
-    assert "make PYTHON=python3.12" in message
-    assert "make VENV=" in message
-    assert make_venv.complaint_about((3, 9)) is None
 
 
 def test_an_environment_of_the_users_own_is_left_alone(tmp_path, monkeypatch):

@@ -81,14 +81,6 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
     assert (output_dir / "config.yaml").read_text() == config
 
 
-def own_data(coins):
-    """Arguments that name a recipe of the zoo and the user's files, and keys."""
-    arguments = ["--config-file", "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"]
-    for split in ("train", "val"):
-        arguments += ["--coco", f"own_{split}", coins / f"{split}.json", coins / split]
-    return arguments, ["MODEL.WEIGHTS", "", "SOLVER.IMS_PER_BATCH", "2"]
-
-
 @pytest.mark.parametrize(
     ("opts", "advice"),
     [
@@ -103,18 +95,6 @@ def test_another_batch_with_the_same_learning_rate_gets_a_warning(opts, advice):
     said = train._batch_notes(load_cfg(file).SOLVER, load_cfg(file, opts).SOLVER)
     assert len(said) == (advice is not None)
     assert all(f"(arXiv:1706.02677): {advice}." in line for line in said)
-
-
-def test_without_an_own_schedule_it_is_that_of_a_fine_tuning(coins, capsys):
-    arguments, opts = own_data(coins)
-    args = train.argument_parser().parse_args([str(a) for a in [*arguments, *opts]])
-    cfg = train.prepare(args)
-    assert cfg.SOLVER.MAX_ITER == 2080  # 65 epochs of 64 images
-    assert cfg.SOLVER.STEPS == (1560,)
-    assert cfg.SOLVER.WARMUP_ITERS == cfg.SOLVER.CHECKPOINT_PERIOD == 208
-    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("own_train",), ("own_val",))
-    assert cfg.MODEL.ROI_HEADS.NUM_CLASSES == 1
-    assert any("SOLVER.MAX_ITER 2080: a fine-tuning on 64 images" in note for note in args.notes)
 
 
 def test_fit_plans_for_what_is_free_here_and_trains(arguments, tmp_path):

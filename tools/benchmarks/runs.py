@@ -28,7 +28,7 @@ from compatibility_checks.project import PROJECTS as COMPATIBLE
 from compatibility_checks.project import Project, load
 from pages import markdown_table
 
-from d2_memfit.errors import one_line
+from d2_memfit.common.errors import one_line
 from d2_memfit.explain import Help
 from d2_memfit.explain.rebuild import card_of
 from d2_memfit.explain.records import LoggedRun, Oom
@@ -208,7 +208,7 @@ class Run:
             oom[f"{key}_mib"] = self.oom.get(key)
         return LoggedRun(
             gpus=list(self.gpus),
-            software=dict(self.software),
+            torch=self.software.get("torch", ""),
             ranks=self.ranks,
             config_file=self.config_file or "",
             config_text="" if self.zoo_config else yaml.safe_dump(settings),

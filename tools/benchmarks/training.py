@@ -29,7 +29,7 @@ from pages import markdown_table
 
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.common import MB
-from d2_memfit.compat import create_ddp_model
+from d2_memfit.common.compat import create_ddp_model
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.launch import launch

@@ -30,8 +30,8 @@ from typing import Any, Optional
 from compatibility_checks.project import Project
 from pages import markdown_table
 
+from d2_memfit.common.errors import one_line
 from d2_memfit.config.load import load_cfg
-from d2_memfit.errors import one_line
 from d2_memfit.job import Job, load_lazy_config
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob, MemoryEstimate

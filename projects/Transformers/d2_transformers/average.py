@@ -10,7 +10,7 @@ from detectron2.engine import HookBase
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from d2_memfit.compat import without_ddp
+from d2_memfit.common.compat import without_ddp
 
 __all__ = ["AverageWeights", "averaged_model"]
 

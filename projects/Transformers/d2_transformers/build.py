@@ -9,7 +9,7 @@ from detectron2.config import CfgNode
 from torch import nn
 
 from d2_memfit.common.checks import did_you_mean
-from d2_memfit.errors import ConfigError, one_line
+from d2_memfit.common.errors import ConfigError, one_line
 
 from .families import FAMILIES
 

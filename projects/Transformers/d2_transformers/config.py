@@ -14,7 +14,7 @@ from d2_memfit.common.checks import (
     fits,
     whole,
 )
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 
 from .data import resolutions
 from .families import FAMILIES

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from d2_memfit import window_count
+from d2_memfit.common.compat import without_ddp
 from d2_memfit.common.patching import replaced_functions
-from d2_memfit.compat import without_ddp
 
 from .families import Family
 

@@ -13,7 +13,7 @@ from detectron2.structures import ImageList, Instances
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 
 from .average import averaged_model
 from .build import build_transformers_model, load_pretrained

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from d2_memfit.cli.train import Trainer as MemfitTrainer
-from d2_memfit.compat import without_ddp
+from d2_memfit.common.compat import without_ddp
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.engine.checkpoint import MemfitCheckpointer
-from d2_memfit.errors import ConfigError
 
 from .average import AverageWeights
 from .data import build_mapper

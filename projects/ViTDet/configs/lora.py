@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
-from d2_memfit.errors import ConfigError
+from d2_memfit.common.errors import ConfigError
 from d2_memfit.techniques.recipes import pretrained_part
 from d2_memfit.techniques.registry import TECHNIQUES
 from d2_memfit.techniques.technique import Technique

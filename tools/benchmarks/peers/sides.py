@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.compat import create_ddp_model
+from d2_memfit.common.compat import create_ddp_model
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.launch import launch
 

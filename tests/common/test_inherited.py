@@ -22,7 +22,6 @@ SHARED = {
     "detectron2.utils.events.EventStorage._latest_scalars",
     "fvcore.common.checkpoint.Checkpointer._load_file",
     "fvcore.common.checkpoint.Checkpointer._load_model",
-    "fvcore.common.checkpoint.Checkpointer._log_incompatible_keys",
     "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer._all_state_dicts",
 }
 OF_SOME_RELEASES = {

@@ -6,7 +6,7 @@ import io
 import torch
 
 from d2_memfit.common.patching import replaced_functions, source_files
-from d2_memfit.techniques.modules import wrap_method
+from d2_memfit.techniques.technique import wrap_method
 
 
 def times(module, forward, factor, x):

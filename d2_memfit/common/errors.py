@@ -1,31 +1,27 @@
 # Copyright (c) the d2_memfit developers.
-"""Errors that a user can fix. The message names the key or file, the value, and what to do."""
+"""Errors that a user can fix, and what a log and a terminal have of them.
+
+The message names the key or file, the value, and what to do.
+"""
 
 import functools
+import logging
+import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Callable
 
 import torch
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
 from torch.multiprocessing import ProcessExitedException
 
-__all__ = [
-    "START_HERE",
-    "CheckpointError",
-    "ConfigError",
-    "ConfigErrors",
-    "DataError",
-    "HostMemoryError",
-    "MemfitError",
-    "OutOfMemoryError",
-    "RankError",
-    "exit_on_error",
-    "mark_as_logged",
-    "one_line",
-    "printable",
-]
+__all__ = ["START_HERE", "CheckpointError", "ConfigError", "ConfigErrors", "DataError"]
+__all__ += ["HostMemoryError", "MemfitError", "OutOfMemoryError", "RankError", "exit_on_error"]
+__all__ += ["one_line", "printable", "start_logging", "tracebacks_only_in_files", "write_traceback"]
 
 START_HERE = "docs/OUT_OF_MEMORY.md"  # what to do after an out-of-memory error
 _LOGGED = "_d2_memfit_logged"
@@ -102,15 +98,49 @@ def printable(text: str, keeps: str = "") -> str:
     return "".join(c if c.isprintable() or c in keeps else repr(c)[1:-1] for c in text)
 
 
-def mark_as_logged(error: BaseException) -> bool:
-    """Say that the log has an error's traceback, so that a command need not show it.
+def start_logging(output_dir: str) -> None:
+    """Write the log of d2_memfit to Detectron2's log, unless it is set up already."""
+    if not logging.getLogger("d2_memfit").isEnabledFor(logging.INFO):
+        setup_logger(output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
 
-    Returns:
-        bool: whether this was not said before.
+
+def write_traceback(error: BaseException) -> str:
+    """Write an error's traceback to the log's file only, once; return the file's name, or "".
+
+    A command then shows the error as one line (:func:`exit_on_error`).
     """
-    is_new = not hasattr(error, _LOGGED)
-    setattr(error, _LOGGED, True)
-    return is_new
+    handlers = _file_handlers()
+    if not handlers:
+        return ""
+    if not hasattr(error, _LOGGED):
+        setattr(error, _LOGGED, True)
+        what = type(error), error, error.__traceback__
+        record = logging.LogRecord("d2_memfit", logging.ERROR, "", 0, "The traceback:", (), what)
+        handlers[0].handle(record)
+    return str(handlers[0].stream.name)
+
+
+@contextmanager
+def tracebacks_only_in_files() -> Iterator[None]:
+    """While open, Detectron2's loop logs no traceback that :func:`write_traceback` writes."""
+    source = logging.getLogger("detectron2.engine.train_loop")
+
+    def has_no_traceback(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and _file_handlers())
+
+    source.addFilter(has_no_traceback)
+    try:
+        yield
+    finally:
+        source.removeFilter(has_no_traceback)
+
+
+def _file_handlers() -> "list[logging.StreamHandler[Any]]":
+    """The handlers of ``setup_logger`` that write to a file, those of d2_memfit first."""
+    loggers = logging.getLogger("d2_memfit"), logging.getLogger("detectron2")
+    handlers = [handler for logger in loggers for handler in logger.handlers]
+    streams = [h for h in handlers if isinstance(h, logging.StreamHandler)]
+    return [h for h in streams if os.path.isfile(str(getattr(h.stream, "name", "")))]
 
 
 def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,10 @@
 # Copyright (c) the d2_memfit developers.
+"""Parts of pages that tools write."""
+
 import make_config_reference as reference
+import make_readme_table
 import pytest
+from benchmarks import guide
 from detectron2.config import get_cfg as get_detectron2_cfg
 from omegaconf import OmegaConf
 from pages import section
@@ -36,3 +40,17 @@ def test_the_name_in_a_lazy_config_is_read(key):
     OmegaConf.update(lazy, lazy_name(key.name), value, force_add=True)
     if key.name != "MEMFIT.HOST.BUDGET_GB":
         assert value_of(cfg_of_lazy(lazy), key.name) == value
+
+
+def test_all_jobs_are_in_the_table_of_the_readme():
+    rows = section(make_readme_table.README, "jobs", "make_readme_table.py").splitlines()[2:]
+    named = [row.split("|")[1].strip().partition(",")[0] for row in rows]
+    assert named == [name for name, *_ in make_readme_table.JOBS]
+
+
+def test_the_page_for_those_who_ran_out_of_memory_has_what_the_planner_says():
+    lines = section(guide.PAGE, "tries", guide.TOOL).splitlines()
+    assert [line.partition(".")[0] for line in lines if line[2:3].isdigit()] == [
+        f"| {number}" for number in range(1, len(guide.TRIES) + 1)
+    ]
+    assert {*guide.tries(range(2, 6, 3)).splitlines()} <= {*lines}
