@@ -171,7 +171,7 @@ class DryJob(DryRuns):
     def _largest(self) -> tuple[int, Timeline]:
         """Images and timeline of the dry run with the most of them."""
         self.use()
-        (num_images, _), timeline = max(self._runs.items(), key=lambda run: run[0])
+        (num_images, _), timeline = max(self.runs.items(), key=lambda run: run[0])
         return num_images, timeline
 
     def flops(self) -> float:
@@ -203,7 +203,7 @@ class DryJob(DryRuns):
         is_part = n < self.job.geometry.window
         more = (self._step(1, is_part, with_objects(batch, k * own)) for k in (2, 4))
         twice, four_times = map(self._places_in, more)
-        run = self._runs.get((n, is_part))
+        run = self.runs.get((n, is_part))
         places = self._places_in(run) if run else self._places_of(n)
         use = self.use()
         left = budget_gb * GB - self.budget_bytes(use)
@@ -225,7 +225,7 @@ class DryJob(DryRuns):
         total, offloaded = self.total_bytes(), self._offloaded_bytes()
         geometry, batches, evaluation = self.job.geometry, self.job.batches, self.evaluation
         assumed = *batches.assumptions, *(batches.evaluation_assumptions if self.evaluates else ())
-        notes = [note for run in [*self._runs.values(), evaluation] if run for note in run.notes]
+        notes = [note for run in [*self.runs.values(), evaluation] if run for note in run.notes]
         host = loader_bytes(self.job.cfg, self.job.ranks) + offloaded
         of_results = evaluation.host_bytes if evaluation else 0
         (low, high), typical, wider = self._range(use, with_range)
@@ -292,7 +292,7 @@ class DryJob(DryRuns):
             less.append(least * _FEW_PROPOSALS * scale * of_heads / worst)
         has_roi_heads = bool(parts_with_roi_heads(self.session.model))
         if with_typical and batches.typical is not None and not has_roi_heads:
-            few, accumulates = max(run for run in self._runs if run[0] <= FEW)
+            few, accumulates = max(run for run in self.runs if run[0] <= FEW)
             images = self.job.training_batch(few, batches.typical)
             steps = self._step(few, accumulates, images), self.run(few, accumulates)
             of_mean, of_most = (self._use(step).allocated_bytes for step in steps)

@@ -76,6 +76,7 @@ class Ladder:
         self._progress = start.progress
         self._made: dict[Rung, tuple[tuple[PlanStep, ...], DryJob]] = {Rung(): ((), start)}
         self._known = {Rung(): (Rung(), start)}
+        self._runs = {Rung(): start.runs}
         self._checkpointed = tuple(start.job.cfg.MEMFIT.CHECKPOINT.MODULES)  # as it is
         is_faster = start.device.is_gpu and "precision" in tiers and self._is_usable(_AMP)
         self._first = (_AMP,) if prefer == "speed" and is_faster else ()
@@ -237,6 +238,8 @@ class Ladder:
                 chosen = rung._replace(blocks=(*before, *sorted(order[:i], key=[*saved].index)))
                 if self._fits(chosen):
                     return chosen
+                need = dry_job.budget_bytes(self.dry_job(chosen)[1].use(least))
+                too_much += max(need - self._budget_gb * GB, 0)
         return rung
 
     def steps(self, rung: Rung) -> tuple[tuple[PlanStep, ...], DryJob]:
@@ -252,7 +255,11 @@ class Ladder:
             job = before.job.with_settings(new)
             is_other = technique.tier == "recipe" or "evaluation" in technique.needs
             say, like = partial(self._say, rung), None if is_other else before
-            self._made[rung] = steps, DryJob(job, start.device, start.evaluates, say, like=like)
+            dry_job = DryJob(job, start.device, start.evaluates, say, like=like)
+            # What is done in evaluations changes no step.
+            trained = tuple(n for n in rung.names if get_technique(n).part != "evaluation")
+            dry_job.runs = self._runs.setdefault(Rung(trained, rung.blocks), dry_job.runs)
+            self._made[rung] = steps, dry_job
         return self._made[rung]
 
     def _say(self, rung: Rung, line: str) -> None:

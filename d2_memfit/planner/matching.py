@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Matching in dry runs: large matrices are recorded without values, and any match is taken."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from .meta import is_fake, make_fake, make_real
 __all__ = ["fast_matching"]
 
 _LARGE_MATRIX = 2**20  # pairs
+_COMPUTED = 8  # chunks of a matrix
 _ON_OBJECTS = 256  # anchors: as many as RPN samples
 # Results of fake tensors are fake, even small ones.
 _FAKE_RESULTS = {"area": lambda call: lambda *args: make_fake(call(*args))}
@@ -32,12 +34,18 @@ _FAKE_RESULTS = {"area": lambda call: lambda *args: make_fake(call(*args))}
 def fast_matching(model: nn.Module) -> Iterator[None]:
     """While open, record large matrices of box pairs without computing, and label any anchors.
 
+    Of a matrix in chunks, the first few are computed: the others need the same memory.
     Hungarian matching takes any match. Predictions are invented, so none is better than another.
     Their costs can be ties, which take long, or not be numbers.
     """
+    chunks = -math.inf  # of the large matrix that is read
 
     def without_values(pairwise_iou: Callable[..., Any]) -> Callable[..., Any]:
         def fake_pairwise_iou(boxes1: Boxes, boxes2: Boxes) -> torch.Tensor:
+            nonlocal chunks
+            chunks += 1
+            if chunks > _COMPUTED:
+                return make_fake(torch.empty(len(boxes1), len(boxes2)))
             tensors = [boxes1.tensor, boxes2.tensor]
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
@@ -51,8 +59,12 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
 
     def with_any_labels(call: Callable[..., Any]) -> Callable[..., Any]:
         def match(self: Matcher, quality: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal chunks
+            is_large = quality.numel() >= _LARGE_MATRIX  # a tensor, or one in chunks
+            chunks = 0 if is_large else -math.inf
             matches, labels = call(self, quality)
-            if quality.numel() >= _LARGE_MATRIX:  # a tensor, or one in chunks
+            chunks = -math.inf
+            if is_large:
                 make_real((matches, labels))
                 matches.zero_()
                 labels.fill_(min(self.labels, key=abs))[:_ON_OBJECTS] = 1

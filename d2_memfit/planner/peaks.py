@@ -36,6 +36,7 @@ class DryRuns:
 
     Attributes:
         session: makes the dry runs.
+        runs: their timelines of training, by images, and whether gradients exist before.
         expandable_segments: whether the allocator of a GPU grows its segments, as under a budget.
     """
 
@@ -55,7 +56,7 @@ class DryRuns:
         self.job, self.device = job, device
         self.evaluates = evaluates and job.evaluates
         self.progress, self._like = progress, like
-        self._runs: dict[tuple[int, bool], Timeline] = {}  # by images, and whether it accumulates
+        self.runs: dict[tuple[int, bool], Timeline] = {}
         self._known: dict[Any, Any] = {}  # what is computed from them
         self.expandable_segments = segments_expand(under_budget=job.budget_gb is not None)
         self.measured: list[DeviceUse] = []  # by a probe: training, and evaluation
@@ -78,9 +79,9 @@ class DryRuns:
             accumulates: whether gradients of earlier micro-batches exist.
         """
         key = num_images, accumulates
-        if key not in self._runs:
-            self._runs[key] = self._step(num_images, accumulates)
-        return self._runs[key]
+        if key not in self.runs:
+            self.runs[key] = self._step(num_images, accumulates)
+        return self.runs[key]
 
     def _step(self, num_images: int, accumulates: bool = False, batch: Any = None) -> Timeline:
         self.progress(f"Dry run: {num_images} image{'s' * (num_images > 1)}")
@@ -111,7 +112,7 @@ class DryRuns:
         on lines through the runs of 2 and of 3.
         """
         n = self.num_images if num_images is None else num_images
-        was_run = (n, n < self.job.geometry.window) in self._runs
+        was_run = (n, n < self.job.geometry.window) in self.runs
         return self._use(self.whole(n)) if n <= FEW or was_run else self.expected_use(n)
 
     def _use(self, timeline: Timeline) -> DeviceUse:

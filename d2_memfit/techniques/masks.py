@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import wraps
 from inspect import signature, unwrap
-from itertools import product
 from types import FunctionType
 from typing import Any, Optional
 from weakref import WeakKeyDictionary
@@ -27,8 +26,9 @@ __all__ = ["MaskBits", "PackedMasks", "pack_masks"]
 
 aten = torch.ops.aten
 _zeros = torch.zeros  # a dry run replaces the function
-_PART_BYTES = 2**25  # of numbers at a time: more need more memory, fewer need more calls
-_BYTES_OF_POINT = 64  # coordinates, indices and weights of a sampled point
+_PART_BYTES = 2**22  # of numbers at a time: more need more memory, fewer need more calls
+_POINTS_BYTES = 2**25  # the same for points, which a criterion asks for in each of its layers
+_BYTES_OF_POINT = 96  # coordinates, indices and weights of a sampled point
 _GATHER = 0x0102040810204080  # times 8 bytes that are 0 or 1: their bits are in the highest byte
 _COPIES = {aten._to_copy, aten.clone}
 _SAME = {aten.detach, aten.alias}
@@ -141,21 +141,20 @@ class MaskBits(torch.Tensor):
         values = grid.new_zeros(grid.shape[:2])
         are_same = len(grid) > 1 and bool((grid == grid[:1]).all())  # as in a matcher
 
-        def pixels_at(points: torch.Tensor, block: torch.Tensor) -> Any:
+        def pixels_at(points: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, ...]:
             x, y = points.unbind(-1)
-            lines = _next_to(y, height, block.shape[1], nearest)
-            return list(product(lines, _next_to(x, width, 8 * block.shape[2], nearest)))
+            lines, of_line = _next_to(y, height, block.shape[1], nearest)
+            columns, of_column = _next_to(x, width, 8 * block.shape[2], nearest)
+            return lines[:, None], columns, of_line[:, None] * of_column
 
         for positions, block, rows in self.by_block():
             shared = pixels_at(grid[:1], block) if are_same else None
-            for part in _parts(len(rows), grid.shape[1] * _BYTES_OF_POINT):
-                of_part = shared or pixels_at(grid[positions[part]], block)
-                line_of_mask = rows[part, None] * block.shape[1]
-                found: Any = 0
-                for (y, of_y), (x, of_x) in of_part:
-                    bits = torch.take(block, (line_of_mask + y) * block.shape[2] + (x >> 3))
-                    found = (bits >> (x & 7).to(torch.uint8) & 1) * (of_y * of_x) + found
-                values[positions[part]] = found
+            for part in _parts(len(rows), grid.shape[1] * _BYTES_OF_POINT, _POINTS_BYTES):
+                lines, columns, shares = shared or pixels_at(grid[positions[part]], block)
+                lines = rows[part, None] * block.shape[1] + lines
+                bits = torch.take(block, lines * block.shape[2] + (columns >> 3))
+                found = ((bits >> (columns & 7).to(torch.uint8) & 1) * shares).flatten(0, 1)
+                values[positions[part]] = sum(found[1:], found[0])  # in this order, as it rounds
         return values
 
     def cropped(self, roi_align: Callable[..., torch.Tensor], rois: torch.Tensor) -> torch.Tensor:
@@ -294,16 +293,16 @@ def _copied(canvas: MaskBits, source: Any) -> Optional[MaskBits]:
     return canvas
 
 
-def _parts(num: int, num_bytes: int) -> list[slice]:
-    """Parts of a number of masks, of about ``_PART_BYTES`` each."""
-    step = max(1, _PART_BYTES // max(1, num_bytes))
+def _parts(num: int, num_bytes: int, most: int = _PART_BYTES) -> list[slice]:
+    """Parts of a number of masks, of about ``most`` bytes each."""
+    step = max(1, most // max(1, num_bytes))
     return [slice(i, min(i + step, num)) for i in range(0, num, step)]
 
 
 def _next_to(
     places: torch.Tensor, length: int, stored: int, nearest: bool
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The pixels next to places, and their shares: numbers and weights of the places' shape.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pixels next to places, and their shares: numbers and weights [1 or 2, *places.shape].
 
     Args:
         places: from -1 to 1.
@@ -314,11 +313,11 @@ def _next_to(
     at = ((places + 1).double() * (length / 2) - 0.5).to(places.dtype)
     first = at.round() if nearest else at.floor()
     rest = at - first
-    found = [(first, 1 - rest), (first + 1, rest)]
+    found, shares = torch.stack([first, first + 1]), torch.stack([1 - rest, rest])
     if nearest:
-        found = [(first, torch.ones_like(rest))]
+        found, shares = first[None], torch.ones_like(rest)[None]
     last = min(stored, length) - 1
-    return [(x.clamp(0, last).int(), w * ((x >= 0) & (x <= last))) for x, w in found]
+    return found.clamp(0, last).int(), shares * ((found >= 0) & (found <= last))
 
 
 def _pixels(bits: torch.Tensor) -> torch.Tensor:
