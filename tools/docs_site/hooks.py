@@ -17,7 +17,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("", ".engine", ".planner", ".job", ".techniques")
+# Pages of the reference: a package, and those of its modules whose names users import.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "d2_memfit": ("testing",),
+    "d2_memfit.engine": ("build", "checkpoint", "ending", "evaluating", "hooks", "launch"),
+    "d2_memfit.planner": ("device", "estimate", "plan"),
+    "d2_memfit.job": (),
+    "d2_memfit.techniques": ("registry", "technique"),
+}
 
 # Pages by their place in the repository.
 PAGES = {
@@ -41,10 +48,12 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     for origin, page in PAGES.items():
         if not origin.startswith("docs/") and page != "README.md":
             files.append(File.generated(config, page, content=(ROOT / origin).read_text()))
-    for package in PACKAGES:
-        name = f"d2_memfit{package}"
-        content = f"# {name}\n\n::: {name}\n"
-        files.append(File.generated(config, f"api/{name}.md", content=content))
+    for package, modules in PACKAGES.items():
+        content = f"# {package}\n\n::: {package}\n"
+        for module in modules:
+            heading = "options: {show_root_heading: true, show_root_full_path: true}"
+            content += f"\n::: {package}.{module}\n    {heading}\n"
+        files.append(File.generated(config, f"api/{package}.md", content=content))
     return files
 
 
