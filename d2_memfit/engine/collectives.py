@@ -168,7 +168,7 @@ class Answers:
     def __post_init__(self) -> None:
         self._forward: dict[Site, Any] = {}  # the running one
         self._calls: Counter[Any] = Counter()
-        self._means = answered_means(self.model, self)
+        self._means = answered_means(self.model, self.is_exact, lambda: counts)
 
     @contextmanager
     def around(self, micro_batch: MicroBatch) -> Iterator[None]:

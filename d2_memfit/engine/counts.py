@@ -215,8 +215,9 @@ class Counts:
             for site, told in self._by_formula(counts).items():
                 if not is_same(told, counts.get(site, _ZERO)):
                     self.report.formulas[site] = ()
-                    text = "The count in %s:%d no longer follows from annotations: it is counted"
-                    logger.warning(text, *site[1][0])
+                    logger.warning(
+                        "%s:%d: the count no longer follows from annotations", *site[1][0]
+                    )
 
     def _by_formula(self, counts: Numbers) -> Numbers:
         of_sites = [(s, f) for s, f in self.report.formulas.items() if f]

@@ -30,27 +30,28 @@ _MEANS: dict[str, tuple[str, Optional[Callable[..., Any]], tuple[str, ...], bool
 }
 
 
-def answered_means(model: nn.Module, counts: Any) -> list[tuple[type, str, Any]]:
+def answered_means(model: nn.Module, is_exact: bool, current: Any) -> list[tuple[type, str, Any]]:
     """Methods by which the known criteria of a model ask for the window's counts: class, name, new.
 
     Args:
-        counts: an ``Answers``, around whose forwards the methods replace those of the classes.
+        is_exact: whether to include those that cost one more forward of all images.
+        current: gives the ``Answers`` of the forward that runs.
     """
     found: list[tuple[type, str, Any]] = []
     for cls in {type(module) for module in model.modules()}:
         for name in {base.__name__ for base in cls.__mro__} & _MEANS.keys():
             method, number, losses, is_near = _MEANS[name]
-            original, is_counted = getattr(cls, method), counts.is_exact or not is_near
-            made = _running(original, counts)
+            original, is_counted = getattr(cls, method), is_exact or not is_near
+            made = _running(original, current)
             if number is not None:
-                made = _mean(original, counts, number, losses, is_counted)
+                made = _mean(original, current, number, losses, is_counted)
             found.append((cls, method, made))
     return found
 
 
 def _mean(
     original: Callable[..., Any],
-    counts: Any,
+    current: Callable[[], Any],
     number: Callable[..., Any],
     losses: Sequence[str],
     is_counted: bool,
@@ -60,16 +61,16 @@ def _mean(
         if not module.training:
             return result
         if not is_counted:
-            counts.nearly.update(result)
+            current().nearly.update(result)
             return result
         bound = inspect.signature(original).bind(module, *args, **kwargs).args
-        factor = counts.factor(number(*bound), 1.0)
+        factor = current().factor(number(*bound), 1.0)
         return {k: v * factor if k in (losses or result) else v for k, v in result.items()}
 
     return method
 
 
-def _running(original: Callable[..., float], counts: Any) -> Callable[..., float]:
+def _running(original: Callable[..., float], current: Callable[[], Any]) -> Callable[..., float]:
     """For RetinaNet and FCOS: a running mean of the positive anchors in a batch.
 
     It changes once per window. The window's number is estimated from the micro-batches so far: the
@@ -79,7 +80,7 @@ def _running(original: Callable[..., float], counts: Any) -> Callable[..., float
     def update(
         module: nn.Module, name: str, value: float, initial_value: float, momentum: float = 0.9
     ) -> float:
-        share = counts.own_share
+        share = current().own_share
         if share == 1:
             return original(module, name, value, initial_value, momentum)
         state, iteration = vars(module), get_event_storage().iter  # a retry puts attributes back

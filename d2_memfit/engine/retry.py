@@ -187,9 +187,8 @@ class Recovery:
         for name in ("oom_events", "retried_images", "seen_images", "skipped_images"):
             of_all = getattr(totals, name) + sum(getattr(r, name) for r in reports)
             setattr(totals, name, of_all)
-        values = {name: getattr(totals, name) for name in ("oom_events", "retried_images")}
-        values["micro_batch"] = min(r.micro_batch for r in reports)
-        values = {f"memfit/{name}": value for name, value in values.items()}
+        values = {f"memfit/{n}": getattr(totals, n) for n in ("oom_events", "retried_images")}
+        values["memfit/micro_batch"] = min(r.micro_batch for r in reports)
         get_event_storage().put_scalars(smoothing_hint=False, **values)
         if totals.skipped_images > math.ceil(MAX_SKIPPED * totals.seen_images):
             raise OutOfMemoryError(
