@@ -18,9 +18,9 @@ def lines_of_code(text):
     return sum(1 for i, line in lines if line and line[0] != "#" and i not in described)
 
 
-@pytest.mark.parametrize(("folder", "most"), [("d2_memfit", 14_100), ("tests", 18_050)])
+@pytest.mark.parametrize(("folder", "most"), [("d2_memfit", 14_000), ("tests", 16_500)])
 def test_a_folder_has_at_most_so_many_lines(folder, most):
-    """The goal is 14,000 lines of package, and 17,500 of tests."""
+    """The goals are 13,000 lines of package, and 14,000 of tests."""
     assert sum(lines_of_code(f.read_text()) for f in (ROOT / folder).rglob("*.py")) <= most
 
 

@@ -215,9 +215,7 @@ class Counts:
             for site, told in self._by_formula(counts).items():
                 if not is_same(told, counts.get(site, _ZERO)):
                     self.report.formulas[site] = ()
-                    logger.warning(
-                        "%s:%d: the count no longer follows from annotations", *site[1][0]
-                    )
+                    logger.warning("%s:%d no longer follows from annotations", *site[1][0])
 
     def _by_formula(self, counts: Numbers) -> Numbers:
         of_sites = [(s, f) for s, f in self.report.formulas.items() if f]

@@ -5,8 +5,8 @@ An estimate assumes the following. If no source is named, it follows from the jo
 
 The batch (``job``)
     - Images have the largest sizes of the datasets. The i-th image of a batch has as many
-      annotations as the i-th most crowded one. Random augmentations: the
-      largest images that a search over their random numbers finds (``job/largest_draws.py``).
+      annotations as the i-th most crowded one. Random augmentations: the largest of 200 draws
+      (``job/worst_batch.py``).
     - Datasets that cannot be read: ``job/datasets.py``, each with its source or as a guess.
     - If a dataset has no sizes, they are read from at most 10,000 of its files, evenly spread.
     - Classes of label images are counted in 100 of them: a guess if there are more.

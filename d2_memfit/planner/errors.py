@@ -52,9 +52,8 @@ def one_line_errors(
         leave_out = '. DATASETS.TEST "()" leaves evaluation out' if in_evaluation else ""
         where = " in evaluation" if in_evaluation else ""
         what = f"the model of this job does not run{where} ({error}, in {_place(e)})"
-        failure = ConfigError(
-            f"{what}. {_advice(e)}{leave_out}" + "".join(f". Assumed: {line}" for line in assumed)
-        )
+        causes = "".join(f". Assumed: {line}" for line in assumed)
+        failure = ConfigError(f"{what}. {_advice(e)}{leave_out}{causes}")
         failure.what = what
         raise failure from e
 

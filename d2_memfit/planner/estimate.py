@@ -292,8 +292,7 @@ class DryJob(DryRuns):
             less.append(least * _FEW_PROPOSALS * scale * of_heads / worst)
         has_roi_heads = bool(parts_with_roi_heads(self.session.model))
         if with_typical and batches.typical is not None and not has_roi_heads:
-            runs = [run for run in self.runs if run[0] <= FEW]
-            few, accumulates = max(runs or self.runs)
+            few, accumulates = max([run for run in self.runs if run[0] <= FEW] or self.runs)
             images = self.job.training_batch(few, batches.typical)
             steps = self._step(few, accumulates, images), self.run(few, accumulates)
             of_mean, of_most = (self._use(step).allocated_bytes for step in steps)

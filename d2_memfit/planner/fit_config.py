@@ -5,6 +5,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional, TypeVar, Union
 
@@ -116,14 +117,9 @@ def _plan_of_this_run(cfg: Union[CfgNode, DictConfig], job: Job, budget_gb: floa
             logger.info("The plan is read from %s", path)
             return text
         logger.info("%.2f GB are free, but %s is for %.2f GB", budget_gb, path, planned_gb)
-    plan = plan_memory(
-        job,
-        budget_gb,
-        allow=job.cfg.MEMFIT.PLAN.ALLOW,
-        device=device,
-        progress=lambda line: logger.info("Planning: %s", line),
-        prefer=job.cfg.MEMFIT.PLAN.PREFER,
-    )
+    options = {"allow": job.cfg.MEMFIT.PLAN.ALLOW, "prefer": job.cfg.MEMFIT.PLAN.PREFER}
+    say = partial(logger.info, "Planning: %s")
+    plan = plan_memory(job, budget_gb, device=device, progress=say, **options)
     answer, budget = answer_of_plan(plan), f"MEMFIT.BUDGET_GB {plan.budget_gb:.4g}"
     logger.info("Plan for %s:\n%s\n\n%s", budget, answer, describe_plan(plan))
     if not plan.fits:

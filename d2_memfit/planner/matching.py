@@ -12,13 +12,7 @@ from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes
 from torch import nn
 
-from ..common.patching import (
-    knows_function,
-    modules_with,
-    replaced_functions,
-    replaced_together,
-    source_files,
-)
+from ..common import patching
 from .meta import is_fake, make_fake, make_real
 
 __all__ = ["fast_matching"]
@@ -50,7 +44,7 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
             make_fake(tensors)
-            with replaced_functions([Boxes], _FAKE_RESULTS):
+            with patching.replaced_functions([Boxes], _FAKE_RESULTS):
                 matrix = pairwise_iou(boxes1, boxes2)
             make_real(tensors)
             return matrix
@@ -72,19 +66,19 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
 
         return match
 
-    files = source_files(model.modules())
-    names = ["pairwise_iou"] if knows_function(files, "pairwise_iou") else []
+    files = patching.source_files(model.modules())
+    names = ["pairwise_iou"] if patching.knows_function(files, "pairwise_iou") else []
     solver = "linear_sum_assignment"
     # A matcher need not be a module of the model.
     matchers = [f for f in files if solver in vars(f)]
-    matchers += [module for module, _ in modules_with(solver)]
+    matchers += [module for module, _ in patching.modules_with(solver)]
     # Models call these functions by name. They have no arguments that would choose others.
     groups: list[tuple[list[Any], dict[str, Any]]] = [
         ([Matcher], {"__call__": with_any_labels}),
         (files, dict.fromkeys(names, without_values)),
         (matchers, {solver: _assign_at_once} if matchers else {}),
     ]
-    with replaced_together(groups):
+    with patching.replaced_together(groups):
         yield
 
 

@@ -164,13 +164,9 @@ def _obstacle(dry_job: DryJob, num_images: int, trains_batch_norm: bool) -> str:
         )
     training, *evaluation = (use.allocated_bytes for use in dry_job.uses())
     if evaluation and evaluation[0] > training:
-        return (
-            "Evaluation takes more memory than training. To plan for training alone: "
-            "--training-only, or DATASETS.TEST ()"
-        )
+        how = "--training-only, or DATASETS.TEST ()"
+        return f"Evaluation takes more memory than training. To plan for training alone: {how}"
     owner, num_bytes = use.breakdown.most_common(1)[0]
     images = "one image needs" if num_images == 1 else f"{num_images} images need"
-    return (
-        f"With all that may change, {images} {gb:.2f} GB. The largest part: {owner} "
-        f"{num_bytes / GB:.2f} GB"
-    )
+    largest = f"The largest part: {owner} {num_bytes / GB:.2f} GB"
+    return f"With all that may change, {images} {gb:.2f} GB. {largest}"

@@ -153,9 +153,8 @@ def _is_empty(output: Any) -> bool:
     """Whether a model that predicts more than boxes detects nothing in an image."""
     results = output if isinstance(output, (list, tuple)) else ()
     found = [result.get("instances") for result in results if isinstance(result, dict)]
-    return any(
-        not len(i) and set(i.get_fields()) - _OF_BOXES for i in found if isinstance(i, Instances)
-    )
+    instances = [i for i in found if isinstance(i, Instances)]
+    return any(not len(i) and set(i.get_fields()) - _OF_BOXES for i in instances)
 
 
 def _detections(
