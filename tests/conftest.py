@@ -18,6 +18,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # the tests beside these need cores too
     threads = max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     os.environ["OMP_NUM_THREADS"] = str(threads)  # also for the processes that tests start
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell's job in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 _numbers = itertools.count()
 
 _ROOT = Path(__file__).resolve().parents[1]
