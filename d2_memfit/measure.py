@@ -130,9 +130,9 @@ def _measured(job: Job, device: torch.device) -> Record:
 def _recovered(job: Job, device: torch.device) -> Record:
     """The loss of a batch that does not fit, and of its halves with enough memory."""
     step, trainer = _steps(job, micro_batch_size=4)
-    step()  # its check of the losses has a forward over the whole batch
+    loss = step()  # and the check of the losses, which has a forward over the whole batch
     _peaks(device)
-    loss = step()
+    step()
     limit = _outside_bytes(device) + 1.3 * _peaks(device)[0]
     del step, trainer
     gc.collect()

@@ -15,8 +15,8 @@ from torch import nn
 from .common.errors import DataError, MemfitError
 from .common.snapshot import Snapshot
 from .config.settings import NormalizerOptions
-from .engine.loss_check import LIMIT, check_losses, gradient_of
-from .engine.loss_report import HELP, LossReport
+from .engine.loss_check import LIMIT, check_losses
+from .engine.loss_report import HELP, LossReport, gradient_of
 from .engine.window import as_given, images_of
 from .job import LossFn, losses_of
 

@@ -230,11 +230,8 @@ class Counts:
             )
         if not self._communicates:
             self._communicates = True
-            text = (
-                "The model communicates in its forward, %s. All ranks need the same number of "
-                "micro-batches. For a count that losses are divided by, use window_count"
-            )
-            logger.warning(text, call)
+            text = f"The model communicates in its forward, {call}: ranks need as many pieces"
+            logger.warning("%s. For counts that losses are divided by, use window_count", text)
         return False
 
 

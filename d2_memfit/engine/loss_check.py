@@ -15,7 +15,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ from ..config.settings import NormalizerOptions
 from ..job import resize_to, size_of
 from ..memory import is_out_of_memory, release_memory
 from .collectives import IMAGES, OBJECTS, Answers, Collective, Numbers, added, is_same
-from .loss_report import LossReport
+from .loss_report import LossReport, gradient_of
 from .window import MicroBatch, count_objects
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ _SMALL = 1e-5  # of the gradient of all losses; smaller gradients are compared w
 _ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
 _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
-_ELEMENTS = 2**20
 
 Losses = Callable[[nn.Module, Any], Mapping[str, torch.Tensor]]
 
@@ -70,18 +69,20 @@ def check_losses(
     found = LossReport(unchecked={"losses": "batches cannot be cut into images"})
     for with_empty, pixels in ((True, _MOST_PIXELS), (False, _MOST_PIXELS / 4)) if images else ():
         release_memory(next(model.parameters()).device)
-        found = LossReport()
+        found, start = LossReport(), None
         try:
-            with ExitStack() as undo, tqdm(total=_MOST_FORWARDS, disable=None, leave=False) as bar:
-                undo.callback(model.zero_grad, set_to_none=True)
-                undo.callback(Snapshot(model, model.parameters()).restore)
-                chosen = _chosen(images, with_empty, pixels)
-                _Check(model, losses, options, limit, chosen, found).run(bar)
+            start, chosen = Snapshot(model, model.parameters()), _chosen(images, with_empty, pixels)
+            with tqdm(total=_MOST_FORWARDS, disable=None, leave=False) as progress:
+                _Check(model, losses, options, limit, chosen, found).run(progress)
             return found
         except ConfigError:
             raise
         except Exception as e:  # of the model's code. Its traceback would keep its tensors
             why = "memory ran out" if is_out_of_memory(e) else f"{type(e).__name__}: {one_line(e)}"
+        finally:
+            if start is not None:
+                start.restore()
+            model.zero_grad(set_to_none=True)
         found.unchecked["losses"] = why
     return found
 
@@ -236,13 +237,6 @@ class _Check:
         if any(p.grad is not None for p in self.trained):
             raise ConfigError("the forward calls backward() by itself: leave it to the trainer")
         return losses
-
-
-def gradient_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """The gradient: every n-th element of each parameter's, about a million in all."""
-    step = -(-sum(p.numel() for p in parameters) // _ELEMENTS)
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters]
-    return torch.cat([gradient.flatten()[::step] for gradient in gradients])
 
 
 def _chosen(images: Sequence[Any], with_empty: bool, pixels: float) -> list[Any]:

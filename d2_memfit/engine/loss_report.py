@@ -4,9 +4,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+from torch import nn
+
 from .collectives import Site
 
 HELP = "docs/ACCUMULATION.md#a-loss-that-is-off"
+_ELEMENTS = 2**20
 
 
 @dataclass
@@ -55,3 +59,10 @@ class LossReport:
         lines += [off.format(name, distance, HELP) for name, distance in self.off.items()]
         early = "{} counts forwards, not iterations: a warm-up that depends on it ends too early"
         return lines + [early.format(name) for name in self.counters]
+
+
+def gradient_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """The gradient: every n-th element of each parameter's, about a million in all."""
+    step = -(-sum(p.numel() for p in parameters) // _ELEMENTS)
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in parameters]
+    return torch.cat([gradient.flatten()[::step] for gradient in gradients])

@@ -104,13 +104,13 @@ class OomLog:
         if not self.options.output_dir:
             return
         path = os.path.join(self.options.output_dir, "memfit_oom.jsonl")
-        line = json.dumps(event, default=_plain) + "\n"
+        line = json.dumps(event, default=lambda v: v.item() if hasattr(v, "item") else str(v))
         try:
             PathManager.mkdirs(self.options.output_dir)
             with PathManager.open(path, "a") as f:
-                f.write(line)
+                f.write(f"{line}\n")
         except (OSError, MemoryError) as e:  # a full disk must not end a run that just recovered
-            logger.warning("Cannot write %s (%s). The event was %s", path, e, line.strip())
+            logger.warning("Cannot write %s (%s). The event was %s", path, e, line)
 
     @contextmanager
     def explained(self, phase: str, data: Callable[[], Any] = list) -> Iterator[None]:
@@ -164,8 +164,3 @@ def observed(observers: Sequence[Callable[[], None]]) -> Iterator[None]:
             except Exception as failed:  # the run may still continue
                 logger.warning("The memory at this error could not be recorded: %s", failed)
         raise
-
-
-def _plain(value: Any) -> Any:
-    """A value that JSON can hold, from an image_id of any type."""
-    return value.item() if hasattr(value, "item") else str(value)
