@@ -99,6 +99,7 @@ def predict_run(run: LoggedRun, help: Help) -> tuple[Optional[Prediction], str]:
         with no_information(logging.ERROR):  # of Detectron2, about datasets that are not here
             job, device, assumed = rebuild(run, help)
             dry_job = DryJob(job, device, evaluates=False)
+            dry_job.whole()  # a project may divide a batch in ways that few images do not show
             return Prediction(dry_job, dry_job.estimate(with_range=True), assumed), ""
     except ConfigError as e:
         return None, printable(e.what or one_line(e))

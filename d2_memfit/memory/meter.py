@@ -243,10 +243,14 @@ def storages(values: Any) -> list[torch.UntypedStorage]:
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
     """All tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(values, (list, tuple, dict)):
-        inner = values.values() if isinstance(values, dict) else values
-        return [tensor for value in inner for tensor in tensors_in(value)]
-    return [values] if isinstance(values, torch.Tensor) else []
+    found: list[torch.Tensor] = []
+    inner = values.values() if isinstance(values, dict) else values
+    for value in inner if isinstance(values, (list, tuple, dict)) else [values]:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            found += tensors_in(value)
+    return found
 
 
 def optimizer_states(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -17,7 +17,6 @@ from .values import LARGE_BYTES, PRODUCTS, moves_nothing, run_operator
 __all__ = ["DryRun"]
 
 _Args = tuple[Any, ...]  # arguments of an operator
-_Tensors = list[torch.Tensor]
 
 aten, torchvision = torch.ops.aten, torch.ops.torchvision
 
@@ -45,12 +44,11 @@ class DryRun(OwnerMeter):
         self._allocations: dict[int, Allocation] = {}  # by the address of a storage
         # Modules whose forwards run, the innermost last, with events and operations before them.
         self._modules: list[tuple[str, int, int]] = []
-        self._blocks: set[str] = set()
+        self._blocks = {*find_blocks(model)}
         self._module_of_node: dict[int, str] = {}  # by its number
 
     def __enter__(self) -> "DryRun":
         super().__enter__()
-        self._blocks = {*find_blocks(self._model)}
         for name, p in self._model.named_parameters():
             self._describe(name, "", p)
         return self
@@ -74,11 +72,11 @@ class DryRun(OwnerMeter):
                 self._describe(module, operator, tensor)
         return result
 
-    def _call(self, func: Any, args: _Args, kwargs: dict[str, Any], given: _Tensors) -> Any:
+    def _call(self, func: Any, args: _Args, kwargs: Any, given: list[torch.Tensor]) -> Any:
         return run_operator(func, args, kwargs, given)
 
     def _note(
-        self, func: Any, args: _Args, kwargs: Any, result: Any, given: Any, made: _Tensors
+        self, func: Any, args: _Args, kwargs: Any, result: Any, given: Any, made: list[torch.Tensor]
     ) -> None:
         if is_on_host():
             if self.phase == "forward" and not moves_nothing(func):

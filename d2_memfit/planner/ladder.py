@@ -1,13 +1,15 @@
 # Copyright (c) the d2_memfit developers.
 """The ladder: changes that make a job fit a budget, tried in one order, the least harmful first."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple, Optional
+
+import numpy as np
 
 from ..common import GB
 from ..common.compat import BatchNorm, has_kernels_for_bfloat16
@@ -18,13 +20,14 @@ from .errors import one_line_errors
 from .estimate import DryJob
 from .peaks import FEW
 from .steps import that_work
-from .timeline import Allocate, Timeline
+from .timeline import Allocate, Free, Timeline, Workspace
 
 __all__ = ["Ladder", "PlanStep", "Rung"]
 
 _CHECKPOINT, _HEADS, _OFFLOAD = "ActivationCheckpointing", "ChunkedHeads", "ActivationOffload"
 _AMP = "MixedPrecision"
 _BLOCKS = "MEMFIT.CHECKPOINT.MODULES"
+_LEAST_SAVED = 0.01  # of the peak, by which the next blocks to try make it smaller
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,10 @@ class Ladder:
         if images := self._most_images(first):
             return first, images
         leads = self._leads()
-        if not self._fits_with_all(leads[0]) and not self._fits_with_all(leads[-1]):
+        exact_fits = any(map(self._fits, self._levels(leads[0])))
+        if not exact_fits and not self._fits_with_all(leads[-1]):
             return None
-        lead = next(lead for lead in leads if self._fits_with_all(lead))
+        lead = leads[0] if exact_fits else next(filter(self._fits_with_all, leads))
         for name in reversed(lead[len(self._first) : -1]):
             without = tuple(n for n in lead if n != name)
             lead = without if self._fits_with_all(without) else lead
@@ -229,17 +233,21 @@ class Ladder:
         before = before or self._checkpointed
         blocks = {*blocks_of(self._start.session.model, rung.blocks[0])}
         least, few = self._least, min(self._least, 3)
-        timeline = dry_job.whole(few) if least == few else dry_job.run(few)
-        saved, work = _saved_by_blocks(timeline, least / few)
-        too_much = dry_job.budget_bytes(dry_job.use(least)) - self._budget_gb * GB
-        order = sorted(saved.keys() & blocks, key=lambda name: -saved[name] / max(work[name], 1))
+        live, saved, work = _saved_by_blocks(dry_job.whole(few))
+        need, peak = dry_job.budget_bytes(dry_job.use(least)), live.argmax()
+        most = last = live.max()
+        order = [name for name in saved if name in blocks and saved[name][peak]]
+        order.sort(key=lambda name: -saved[name][peak] / max(work[name], 1))
         for i in range(1, len(order)):
-            if sum(saved[name] for name in order[:i]) >= too_much:
+            live = live - saved[order[i - 1]]
+            if last - live.max() < _LEAST_SAVED * most:
+                continue  # the same for all budgets
+            last = live.max()
+            saved_bytes = (1 + dry_job.device.margin[0]) * (most - last) * least / few
+            if need - saved_bytes <= self._budget_gb * GB:
                 chosen = rung._replace(blocks=(*before, *sorted(order[:i], key=[*saved].index)))
                 if self._fits(chosen):
                     return chosen
-                need = dry_job.budget_bytes(self.dry_job(chosen)[1].use(least))
-                too_much += max(need - self._budget_gb * GB, 0)
         return rung
 
     def steps(self, rung: Rung) -> tuple[tuple[PlanStep, ...], DryJob]:
@@ -293,21 +301,21 @@ def _named(names: Iterable[str], blocks: tuple[str, ...]) -> Rung:
     return Rung(names, blocks if _CHECKPOINT in names else ())
 
 
-def _saved_by_blocks(timeline: Timeline, factor: float) -> tuple[Counter[str], Counter[str]]:
-    """Bytes at the peak that recomputing each block would save, and its operations.
+def _saved_by_blocks(timeline: Timeline) -> tuple[Any, dict[str, Any], Counter[str]]:
+    """Arrays of live bytes after each event, and of what recomputing a block saves of them.
 
-    Args:
-        factor: times the images of the timeline.
+    The last are operations of each block.
     """
-    at_peak = timeline.alive_at_peak()
-    saved: Counter[str] = Counter()
-    work: Counter[str] = Counter()
+    events, work = timeline.events, Counter[str]()
+    live = np.cumsum([0 if isinstance(e, Workspace) else e.num_bytes for e in events])
+    freed = {e.allocation: i for i, e in enumerate(events) if type(e) is Free}
+    saved: dict[str, Any] = defaultdict(lambda: np.zeros_like(live))
     names = {call.name for call in timeline.calls}
     for call in timeline.calls:
         if any(name.startswith(f"{call.name}.") for name in names):
             continue  # a stage, whose blocks are there, too
-        made = (e.allocation for e in timeline.events[call.begin : call.end] if type(e) is Allocate)
-        kept = (a for a in made if a in at_peak and a not in call.outputs)
-        saved[call.name] += round(factor * sum(a.num_bytes for a in kept))
+        made = {e.allocation for e in events[call.begin : call.end] if type(e) is Allocate}
+        for kept in made - call.outputs:
+            saved[call.name][call.end : freed.get(kept)] += kept.num_bytes
         work[call.name] += call.flops
-    return +saved, work
+    return live, saved, work

@@ -13,6 +13,7 @@ from detectron2.structures import Boxes
 from torch import nn
 
 from ..common import patching
+from ..techniques import masks
 from .meta import is_fake, make_fake, make_real
 
 __all__ = ["fast_matching"]
@@ -77,6 +78,7 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
         ([Matcher], {"__call__": with_any_labels}),
         (files, dict.fromkeys(names, without_values)),
         (matchers, {solver: _assign_at_once} if matchers else {}),
+        ([masks], {"parts_of_points": lambda parts: lambda *args: parts(*args)[:1]}),
     ]
     with patching.replaced_together(groups):
         yield

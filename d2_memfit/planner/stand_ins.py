@@ -1,18 +1,24 @@
 # Copyright (c) the d2_memfit developers.
-"""CUDA on the CPU, where a dry run has its tensors: calls of a model's code, and autocast."""
+"""CUDA on the CPU, where a dry run has its tensors: calls, autocast and compiled operators."""
 
+import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
+from importlib import import_module
 from itertools import chain
 from typing import Any, Optional
 
 import torch
+from torchvision.ops import deform_conv2d
 
 from ..common.compat import DeviceContext, constructors, know_as_builtin, tree_map
 from ..common.patching import Groups, replaced_together
 
-__all__ = ["casts_of_cuda", "cuda_as_cpu"]
+__all__ = ["casts_of_cuda", "compiled_operators", "cuda_as_cpu"]
+
+deform_conv = import_module("detectron2.layers.deform_conv")  # a function has this name, too
 
 
 @contextmanager
@@ -217,3 +223,49 @@ def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
 def _to_float32(value: Any) -> Any:
     is_short = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.float() if is_short else value
+
+
+def compiled_operators() -> Groups:
+    """For :func:`cuda_as_cpu`: compiled operators with the same allocations as on a GPU.
+
+    They compute no values. Deformable convolution is torchvision's operator, which has a meta
+    kernel. Its weights are those of Detectron2's modules. Deformable attention is that of
+    Deformable DETR, which other projects have by the same name.
+    """
+    convolve, modulated = _other(_convolve), _other(_convolve_modulated)
+    groups: list[Any] = [
+        ([deform_conv], {"deform_conv": convolve, "modulated_deform_conv": modulated})
+    ]
+    if file := sys.modules.get("MultiScaleDeformableAttention"):
+        forward, backward = _other(_attend), _other(_attend_backward)
+        names = {"ms_deform_attn_forward": forward, "ms_deform_attn_backward": backward}
+        groups.append(([file], names))
+    return groups
+
+
+def _convolve(x: Any, offset: Any, weight: Any, *settings: Any) -> torch.Tensor:
+    return deform_conv2d(x, offset, weight, None, *settings[:3])  # stride, padding, dilation
+
+
+def _convolve_modulated(
+    x: Any, offset: Any, mask: Any, weight: Any, bias: Any, *settings: Any
+) -> torch.Tensor:
+    return deform_conv2d(x, offset, weight, bias, *settings[:3], mask)
+
+
+def _attend(
+    value: torch.Tensor, sizes: Any, starts: Any, locations: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    """Deformable attention without values.
+
+    Args:
+        value: [images, pixels, heads, channels].
+        locations: [images, queries, heads, levels, points, 2].
+    """
+    return value.new_zeros(*locations.shape[:2], math.prod(value.shape[2:]))
+
+
+def _attend_backward(
+    value: Any, sizes: Any, starts: Any, locations: Any, weights: Any, *args: Any
+) -> Any:
+    return torch.zeros_like(value), torch.zeros_like(locations), torch.zeros_like(weights)

@@ -18,14 +18,13 @@ from ..common.errors import MemfitError
 from ..common.patching import Groups
 from ..common.side_work import alone, no_information, unchanged_random_state
 from ..config.settings import Precision
-from ..job import Job, copy_of, is_image, losses_of, tensors_of
+from ..job import Job, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
 from ..techniques.registry import TIERS, get_technique, ready_to_evaluate
-from .compiled_operators import compiled_operators
 from .dry_run import DryRun
 from .matching import fast_matching
 from .meta import make_fake
-from .stand_ins import casts_of_cuda, cuda_as_cpu
+from .stand_ins import casts_of_cuda, compiled_operators, cuda_as_cpu
 from .timeline import Timeline
 from .values import LARGE_BYTES, WithoutValues
 from .worst_outputs import detect_most, worst_case
@@ -54,8 +53,9 @@ class Session:
         with self._started():
             with WithoutValues():
                 self.model, self._optimizer = build_with_values(job, "cpu")
-            if foreach:
-                _use_foreach(self._optimizer)
+            for group in self._optimizer.param_groups:  # as PyTorch does for parameters on a GPU
+                if foreach and group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = True
             with ready_to_evaluate(self.model, job.cfg, announce=False):
                 pass  # raises if a technique does not work with the model
             self._run = DryRun(self.model, self._optimizer)
@@ -79,7 +79,6 @@ class Session:
             accumulates: whether gradients of earlier micro-batches exist.
         """
         precision = self._job.precision("cpu")
-        micro_batches = copy_of(micro_batches)  # a caller's would stay on the device
         casts = casts_of_cuda() if self._like_gpu else ()
         with self._running(micro_batches, casts) as run:
             self.model.train()
@@ -91,7 +90,6 @@ class Session:
 
     def evaluate(self, batch: Any) -> Timeline:
         """Make a dry run of an evaluation between two training iterations."""
-        batch = copy_of(batch)
         groups = [layers, mask_ops], {"paste_masks_in_image": _paste_like_gpu}
         with self._running([batch], [groups] if self._like_gpu else []) as run:
             run.phase = "evaluation"
@@ -225,13 +223,6 @@ def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
     kept = {id(p) for p in max(shares, key=lambda share: sum(map(torch.numel, share)))}
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]
-
-
-def _use_foreach(optimizer: Optimizer) -> None:
-    """Step on all parameters at once, as PyTorch does for parameters on a GPU."""
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True
 
 
 def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:

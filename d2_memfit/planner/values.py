@@ -32,6 +32,8 @@ _FILLS = {
     *(aten.full.default, aten.full_like.default, aten.new_full.default),
     *(aten.rand.default, aten.randn.default),
 }
+# Theirs may hold what is left of freed memory, such as NaN; nothing is written if that is fake.
+_EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 # They make large results from small inputs, such as a keypoint's heatmap. The values do not matter.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
 # They copy the masks of objects, and nothing but a loss depends on the values.
@@ -81,6 +83,9 @@ def moves_nothing(func: Any) -> bool:
 def run_operator(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> Any:
     if moves_nothing(func):
         return func(*args, **kwargs)
+    if func in _EMPTY:
+        made = func(*args, **kwargs)
+        return made.zero_() if made.nbytes < LARGE_BYTES else made
     if func in _RANDOM_FILLS and args[0].nbytes >= LARGE_BYTES:
         return make_fake(args[0])
     if func in _FILLS:

@@ -16,7 +16,6 @@ from ..job import boxes_anywhere
 __all__ = ["detect_most", "parts_with_roi_heads", "worst_case"]
 
 Note = Callable[[str], Any]
-_Size = tuple[int, int]  # height and width in pixels
 
 _OF_BOXES = {"pred_boxes", "scores", "pred_classes"}  # almost no memory
 
@@ -158,7 +157,7 @@ def _is_empty(output: Any) -> bool:
 
 
 def _detections(
-    scores: list[torch.Tensor], image_shapes: list[_Size], most: int
+    scores: list[torch.Tensor], image_shapes: list[tuple[int, int]], most: int
 ) -> tuple[list[Instances], list[torch.Tensor]]:
     results, kept = [], []
     for of_image, size in zip(scores, image_shapes):

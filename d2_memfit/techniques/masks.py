@@ -139,21 +139,22 @@ class MaskBits(torch.Tensor):
         """
         height, width = self.shape[-2:]
         values = grid.new_zeros(grid.shape[:2])
-        are_same = len(grid) > 1 and bool((grid == grid[:1]).all())  # as in a matcher
+        # As in a matcher. A dry run takes all() for true.
+        are_same = len(grid) > 1 and bool((grid == grid[:1]).all())
 
         def pixels_at(points: torch.Tensor, block: torch.Tensor) -> tuple[torch.Tensor, ...]:
             x, y = points.unbind(-1)
             lines, of_line = _next_to(y, height, block.shape[1], nearest)
             columns, of_column = _next_to(x, width, 8 * block.shape[2], nearest)
-            return lines[:, None], columns, of_line[:, None] * of_column
+            at = lines[:, None] * block.shape[2] + (columns >> 3)
+            return at, (columns & 7).to(torch.uint8), of_line[:, None] * of_column
 
         for positions, block, rows in self.by_block():
             shared = pixels_at(grid[:1], block) if are_same else None
-            for part in _parts(len(rows), grid.shape[1] * _BYTES_OF_POINT, _POINTS_BYTES):
-                lines, columns, shares = shared or pixels_at(grid[positions[part]], block)
-                lines = rows[part, None] * block.shape[1] + lines
-                bits = torch.take(block, lines * block.shape[2] + (columns >> 3))
-                found = ((bits >> (columns & 7).to(torch.uint8) & 1) * shares).flatten(0, 1)
+            for part in parts_of_points(len(rows), grid.shape[1]):
+                at, bit, shares = shared or pixels_at(grid[positions[part]], block)
+                bits = torch.take(block, rows[part, None] * block[0].numel() + at)
+                found = ((bits >> bit & 1) * shares).flatten(0, 1)
                 values[positions[part]] = sum(found[1:], found[0])  # in this order, as it rounds
         return values
 
@@ -297,6 +298,11 @@ def _parts(num: int, num_bytes: int, most: int = _PART_BYTES) -> list[slice]:
     """Parts of a number of masks, of about ``most`` bytes each."""
     step = max(1, most // max(1, num_bytes))
     return [slice(i, min(i + step, num)) for i in range(0, num, step)]
+
+
+def parts_of_points(num_masks: int, num_points: int) -> list[slice]:
+    """Parts of masks that are sampled at once. A dry run takes the first: all need the same."""
+    return _parts(num_masks, num_points * _BYTES_OF_POINT, _POINTS_BYTES)
 
 
 def _next_to(

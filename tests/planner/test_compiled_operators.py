@@ -7,8 +7,7 @@ from torchvision.ops import deform_conv2d
 
 from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
-from d2_memfit.planner.compiled_operators import compiled_operators, deform_conv
-from d2_memfit.planner.stand_ins import cuda_as_cpu
+from d2_memfit.planner.stand_ins import compiled_operators, cuda_as_cpu, deform_conv
 from d2_memfit.planner.steps import Session
 from d2_memfit.planner.timeline import Workspace
 

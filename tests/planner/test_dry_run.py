@@ -246,6 +246,17 @@ def test_what_is_made_of_fake_tensors_is_fake_if_it_is_large():
         assert len(product.gt(0).nonzero()) == 0  # of unknown values, none counts
 
 
+def test_memory_that_nothing_is_written_to_has_zeros():
+    shapes = [(num,) for num in range(1, 2000, 50)]
+    freed = [torch.full(shape, torch.nan) for shape in shapes]
+    del freed
+    with WithoutValues():
+        made = [torch.empty(shape) for shape in shapes]
+        for tensor in made:
+            tensor.copy_(make_fake(torch.ones_like(tensor)))
+    assert not any(tensor.isnan().any() for tensor in made)
+
+
 @pytest.mark.parametrize("num", [10, 2**18])
 def test_boxes_without_values_are_valid(num):
     """As DETR, OneNet and detrex assert."""

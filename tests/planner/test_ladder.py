@@ -4,6 +4,7 @@
 from collections import Counter
 from random import Random
 
+import numpy as np
 import pytest
 from tiny import tiny_cfg, tiny_model
 
@@ -68,8 +69,9 @@ class Invented:
 @pytest.fixture
 def invented(monkeypatch):
     monkeypatch.setattr(ladder_module, "DryJob", Invented)
-    saved = Counter({name: (i + 1) * 2**28 for i, name in enumerate(BLOCKS)})
-    monkeypatch.setattr(ladder_module, "_saved_by_blocks", lambda *_: (saved, Counter(BLOCKS)))
+    saved = {name: np.array([(i + 1) * 2**28]) for i, name in enumerate(BLOCKS)}
+    made = sum(saved.values()), saved, Counter(BLOCKS)
+    monkeypatch.setattr(ladder_module, "_saved_by_blocks", lambda _: made)
     monkeypatch.setattr(
         ladder_module, "blocks_of", lambda _, what: BLOCKS[: 4 if what == "backbone" else 7]
     )
