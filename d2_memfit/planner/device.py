@@ -160,11 +160,8 @@ class DeviceModel:
             return cls.load("cuda")
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         card = find_card(gpu.name, gpu.total_memory / GB)
-        return (
-            cls.load(card.device)
-            if card
-            else cls(description=f"{gpu.name}, taken for {cls.description}")
-        )
+        taken = cls(description=f"{gpu.name}, taken for {cls.description}")
+        return cls.load(card.device) if card else taken
 
     @property
     def margin(self) -> tuple[float, float]:

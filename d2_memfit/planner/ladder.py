@@ -27,6 +27,7 @@ __all__ = ["Ladder", "PlanStep", "Rung"]
 _CHECKPOINT, _HEADS, _OFFLOAD = "ActivationCheckpointing", "ChunkedHeads", "ActivationOffload"
 _AMP = "MixedPrecision"
 _BLOCKS = "MEMFIT.CHECKPOINT.MODULES"
+_FAR = 4  # times the budget: if a job needs more, all levels together are tried first
 _LEAST_SAVED = 0.01  # of the peak, by which the next blocks to try make it smaller
 
 
@@ -89,8 +90,10 @@ class Ladder:
         first = Rung(self._first)
         if images := self._most_images(first):
             return first, images
-        leads = self._leads()
-        exact_fits = any(map(self._fits, self._levels(leads[0])))
+        leads, start = self._leads(), self._start
+        is_far = start.runs and start.budget_bytes(start.use()) > _FAR * self._budget_gb * GB
+        may_fit = not is_far or self._fits_with_all(leads[0])
+        exact_fits = may_fit and any(map(self._fits, self._levels(leads[0])))
         if not exact_fits and not self._fits_with_all(leads[-1]):
             return None
         lead = leads[0] if exact_fits else next(filter(self._fits_with_all, leads))
@@ -132,12 +135,11 @@ class Ladder:
 
     def _levels(self, lead: tuple[str, ...]) -> list[Rung]:
         """Rungs with more and more of what is exact."""
-        levels = [Rung(lead)]
         exact = self._usable["exact"] if "exact" in self._tiers else []
         late = (_CHECKPOINT, _HEADS, _OFFLOAD)
         names = lead + tuple(name for name in exact if name not in late)
         blocks: tuple[str, ...] = ()
-        levels.append(Rung(names))
+        levels = [Rung(lead), Rung(names)]
         if _CHECKPOINT in exact:
             names += (_CHECKPOINT,)
             for choice in ("all",) if self._checkpointed else ("backbone", "all"):
@@ -195,8 +197,8 @@ class Ladder:
         """The largest micro-batch that fits; None if none does."""
         window, most = self._start.job.geometry.window, self._start.num_images
         # The smallest for each number of micro-batches in an iteration.
-        sizes = {-(-window // number) for number in range(1, window + 1)}
-        sizes = {min(max(size, self._least), most) for size in sizes}
+        smallest = (-(-window // number) for number in range(1, window + 1))
+        sizes = {min(max(size, self._least), most) for size in smallest}
         return next((n for n in sorted(sizes, reverse=True) if self._fits(rung, n)), None)
 
     @property

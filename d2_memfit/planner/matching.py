@@ -68,7 +68,7 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
         return match
 
     files = patching.source_files(model.modules())
-    names = ["pairwise_iou"] if patching.knows_function(files, "pairwise_iou") else []
+    knows_iou = patching.knows_function(files, "pairwise_iou")
     solver = "linear_sum_assignment"
     # A matcher need not be a module of the model.
     matchers = [f for f in files if solver in vars(f)]
@@ -76,7 +76,7 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
     # Models call these functions by name. They have no arguments that would choose others.
     groups: list[tuple[list[Any], dict[str, Any]]] = [
         ([Matcher], {"__call__": with_any_labels}),
-        (files, dict.fromkeys(names, without_values)),
+        (files, {"pairwise_iou": without_values} if knows_iou else {}),
         (matchers, {solver: _assign_at_once} if matchers else {}),
         ([masks], {"parts_of_points": lambda parts: lambda *args: parts(*args)[:1]}),
     ]

@@ -19,8 +19,8 @@ __all__ = ["FEW", "DryRuns", "bytes_of"]
 
 FEW = 3  # images: above, memory is on lines through the runs of 2 and of 3
 
-_Place = tuple[str, str, str]  # phase, module, and operator with the number of dimensions
-_Places = dict[_Place, Counter[str]]
+# By phase, module, and operator with the number of dimensions.
+_Places = dict[tuple[str, str, str], Counter[str]]
 
 
 class DryRuns:
@@ -170,7 +170,7 @@ def _places_in(device: DeviceModel, timeline: Timeline) -> _Places:
     """Bytes by owner at the peak of each operator in each phase of each module."""
     live: Counter[str] = Counter()
     places: _Places = {}
-    most: dict[_Place, int] = {}
+    most: Counter[Any] = Counter()
     num_bytes = 0
     event: Any
     for event in device.events(timeline):
@@ -178,6 +178,6 @@ def _places_in(device: DeviceModel, timeline: Timeline) -> _Places:
         live[a.owner] += event.num_bytes
         num_bytes += event.num_bytes
         at = a.phase, a.module, f"{a.operator}{len(a.shape)}"
-        if isinstance(event, Allocate) and num_bytes > most.get(at, 0):
+        if isinstance(event, Allocate) and num_bytes > most[at]:
             most[at], places[at] = num_bytes, live.copy()
     return places

@@ -128,7 +128,8 @@ def _plan(
     if num_images < start.num_images:
         dry_job, new = dry_job.with_images(num_images), {"MEMFIT.MICRO_BATCH": num_images}
         steps = PlanStep("smaller micro-batches", "exact", new, ""), *steps
-    dry_job.probe() if probe else dry_job.whole()
+    if probe:
+        dry_job.probe()
     least = max(dry_job.budget_bytes(use) for use in dry_job.uses())
     fits = found is not None and least <= budget_gb * GB
     settings = {key: value for step in steps for key, value in step.settings.items()}

@@ -4,7 +4,6 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, Callable
 
 import torch
@@ -79,12 +78,17 @@ class Session:
             accumulates: whether gradients of earlier micro-batches exist.
         """
         precision = self._job.precision("cpu")
-        casts = casts_of_cuda() if self._like_gpu else ()
-        with self._running(micro_batches, casts) as run:
+        with self._running(micro_batches, casts_of_cuda() if self._like_gpu else ()) as run:
             self.model.train()
             if not accumulates:
                 self.model.zero_grad(set_to_none=True)
-            begin, note = partial(setattr, run, "phase"), run.timeline.notes.append
+
+            def begin(phase: str) -> None:
+                run.phase = phase
+                if phase == "optimizer":  # whose step then leaves small weights, which have values
+                    make_fake([p.grad for p in self._trained])
+
+            note = run.timeline.notes.append
             iterate(self._job, self.model, self._optimizer, precision, micro_batches, begin, note)
         return self._begin_timeline()
 

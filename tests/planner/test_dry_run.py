@@ -205,6 +205,18 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
     assert sum(last.peak().values()) == sum(whole.peak().values())
 
 
+def test_small_weights_stay_though_gradients_are_not_numbers():
+    job = Job.from_cfg(make_cfg("mask FPN"), 1, batch=CASE)
+    session, batch = Session(job, foreach=False), job.training_batch(1)
+    biases = [p for p in session.model.parameters() if p.requires_grad and not is_fake(p)]
+    before = [p.detach().clone() for p in biases]
+    for p in biases:
+        p.register_hook(lambda gradient: gradient * torch.nan)
+    session.train(batch)
+    assert biases
+    assert all(map(torch.equal, biases, before))
+
+
 @pytest.mark.parametrize(
     "name",
     [
