@@ -1,7 +1,6 @@
 # Copyright (c) the d2_memfit developers.
 """Measuring and limiting memory, and handling out-of-memory errors."""
 
-from .allocator import *
 from .budget import *
 from .meter import *
 from .oom import *
