@@ -50,7 +50,6 @@ from .options import (
     load_lazy,
     opts_of_budget,
     opts_of_fit,
-    opts_of_settings,
     with_data,
     with_opts,
 )
@@ -114,8 +113,7 @@ def prepare(
     """Check all that can be checked before a process starts, and complete the arguments.
 
     Nothing is written to OUTPUT_DIR, except for the files of ``--hold-out``, which become the
-    values of ``args.coco``. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
-    before the user's. ``args.notes`` gets lines about the config for the log.
+    values of ``args.coco``. ``args.notes`` gets lines about the config for the log.
 
     Args:
         trainer, add_keys: as for :func:`run`.
@@ -160,19 +158,15 @@ def _load_yaml(args: argparse.Namespace, ranks: int, add_keys: AddKeys) -> CfgNo
     if args.training_only:
         opts = [*opts, "DATASETS.TEST", "()"]
     recipe, trains = load_cfg(args.config_file, (), add_keys, opts), not args.eval_only
-    check = partial(check_settings, ranks=ranks, trains=trains)
     if args.hold_out is not None:
-        without_data = argparse.Namespace(coco=[], config_file=args.config_file)
-        cfg, _ = with_data(recipe, without_data, opts, check)
-        args.coco = hold_out(args.coco, args.hold_out, cfg.OUTPUT_DIR, args.resume)
-    cfg, settings = with_data(recipe, args, opts, check, trains=trains, reads_images=True)
-    args.notes = [f"From the data: {setting}" for setting in settings]
+        whole = load_cfg(args.config_file, opts, add_keys)
+        check_settings(whole, ranks, trains)
+        args.coco = hold_out(args.coco, args.hold_out, whole.OUTPUT_DIR, args.resume)
+    cfg = with_data(recipe, args, opts, trains=trains, ranks=ranks, reads_images=True)
     args.notes += _batch_notes(recipe.SOLVER, cfg.SOLVER) if trains else []
     wanted = opts_of_fit(cfg, args.eval_only) if args.fit else {}
-    of_fit = [text for key in wanted if key not in opts[::2] for text in (key, wanted[key])]
-    merge_opts(cfg, of_fit)
-    args.opts = [*of_fit, *opts_of_settings(settings), *opts]
-    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
+    merge_opts(cfg, [text for k, v in wanted.items() if k not in opts[::2] for text in (k, v)])
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in opts[::2])
     cfg.freeze()
     return cfg
 
