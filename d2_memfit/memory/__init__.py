@@ -5,4 +5,3 @@ from .budget import *
 from .meter import *
 from .oom import *
 from .readings import *
-from .run_record import *
