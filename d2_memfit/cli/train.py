@@ -55,8 +55,6 @@ from .options import (
 )
 from .screen import ProgressBar, leave_out_dumps, next_step, show
 
-__all__ = ["Trainer", "argument_parser", "run", "run_script"]
-
 logger = logging.getLogger(__name__)
 
 AddKeys = Sequence[Callable[[CfgNode], Any]]

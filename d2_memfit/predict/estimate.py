@@ -12,8 +12,6 @@ from ..planner.errors import one_line_errors
 from ..planner.steps import Session
 from ..planner.timeline import Workspace
 
-__all__ = ["InferenceEstimate", "estimate_inference"]
-
 _OTHERS = ("gradients", "optimizer", "DDP buckets")  # owners in training
 
 
