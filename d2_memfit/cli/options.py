@@ -165,13 +165,14 @@ def budget_keys(opts: Sequence[str]) -> list[str]:
     return [word for word in opts if _BUDGET.match(word)]
 
 
-def opts_of_fit(cfg: CfgNode, eval_only: bool) -> dict[str, str]:
-    """Values of keys for ``--fit``."""
+def opts_of_fit(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
+    """KEY VALUE pairs for ``--fit``, without those that the user gives."""
     # A plan turns on "split", where the model can be split.
-    opts = {"MEMFIT.OOM.POLICY": "split"} if eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
+    opts = {"MEMFIT.OOM.POLICY": "split"} if args.eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
     if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         opts["MEMFIT.BUDGET_GB"] = "auto"
-    return opts
+    pairs = opts.items() if args.fit else ()
+    return [text for pair in pairs if pair[0] not in args.opts for text in pair]
 
 
 def with_data(

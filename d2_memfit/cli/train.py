@@ -64,12 +64,10 @@ class Trainer(MemfitTrainer):
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: Any = None) -> Any:
         """Build the evaluator that Detectron2's ``tools/train_net.py`` uses for the dataset."""
-        folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
-        into = {"output_dir": folder}
-        options = {"use_fast_impl": has_compiled_ops(), **into}
-        sigmas = cfg.TEST.KEYPOINT_OKS_SIGMAS
+        into = {"output_dir": output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")}
+        options = {"kpt_oks_sigmas": cfg.TEST.KEYPOINT_OKS_SIGMAS, **into}
         sem_seg = partial(evaluation.SemSegEvaluator, distributed=True, **into)
-        coco = partial(evaluation.COCOEvaluator, kpt_oks_sigmas=sigmas, **options)
+        coco = partial(evaluation.COCOEvaluator, use_fast_impl=has_compiled_ops(), **options)
         panoptic = partial(evaluation.COCOPanopticEvaluator, **into)
         kinds: dict[str, list[Callable[[str], Any]]] = {
             "sem_seg": [sem_seg],
@@ -139,9 +137,7 @@ def prepare(
 
 def _load_lazy(args: argparse.Namespace) -> DictConfig:
     cfg = load_lazy(args)
-    if args.fit:
-        values = opts_of_fit(cfg_of_lazy(cfg), args.eval_only)
-        cfg = with_opts(cfg, [text for pair in values.items() for text in pair])
+    cfg = with_opts(cfg, opts_of_fit(cfg_of_lazy(cfg), args))
     cfg.train.device = usable_device(cfg.train.device)
     evaluator = cfg.dataloader.get("evaluator")
     for call in evaluator if isinstance(evaluator, ListConfig) else filter(None, [evaluator]):
@@ -153,8 +149,7 @@ def _load_lazy(args: argparse.Namespace) -> DictConfig:
 
 def _load_yaml(args: argparse.Namespace, ranks: int, add_keys: AddKeys) -> CfgNode:
     opts = [*opts_of_budget(args), *args.opts]
-    if args.training_only:
-        opts = [*opts, "DATASETS.TEST", "()"]
+    opts += ["DATASETS.TEST", "()"] if args.training_only else []
     recipe, trains = load_cfg(args.config_file, (), add_keys, opts), not args.eval_only
     if args.hold_out is not None:
         whole = load_cfg(args.config_file, opts, add_keys)
@@ -162,8 +157,7 @@ def _load_yaml(args: argparse.Namespace, ranks: int, add_keys: AddKeys) -> CfgNo
         args.coco = hold_out(args.coco, args.hold_out, whole.OUTPUT_DIR, args.resume)
     cfg = with_data(recipe, args, opts, trains=trains, ranks=ranks, reads_images=True)
     args.notes += _batch_notes(recipe.SOLVER, cfg.SOLVER) if trains else []
-    wanted = opts_of_fit(cfg, args.eval_only) if args.fit else {}
-    merge_opts(cfg, [text for k, v in wanted.items() if k not in opts[::2] for text in (k, v)])
+    merge_opts(cfg, opts_of_fit(cfg, args))
     cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in opts[::2])
     cfg.freeze()
     return cfg
@@ -176,9 +170,8 @@ def _batch_notes(recipe: CfgNode, solver: CfgNode) -> list[str]:
     if factor == 1 or solver.REFERENCE_WORLD_SIZE or solver.BASE_LR != recipe.BASE_LR:
         return []
     return [
-        f"SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH} x SOLVER.ACCUMULATION_STEPS "
-        f"{solver.ACCUMULATION_STEPS} is {factor:.3g} times the batch of the config file, but "
-        f"SOLVER.BASE_LR {solver.BASE_LR:g} is unchanged. Scale it with the batch "
+        f"SOLVER.IMS_PER_BATCH x ACCUMULATION_STEPS is {factor:.3g} times the batch of the config "
+        f"file, but SOLVER.BASE_LR {solver.BASE_LR:g} is unchanged. Scale it with the batch "
         f"(arXiv:1706.02677): SOLVER.BASE_LR {solver.BASE_LR * factor:g}. Or keep the batch with "
         "SOLVER.ACCUMULATION_STEPS"
     ]
@@ -232,10 +225,8 @@ def main(
     _set_up_rank(args, cfg, keys)
     for note in args.notes:
         logger.info(note)
-    if args.eval_only:
-        weights = _evaluate(args, cfg, keys, trainer_class)
-    else:
-        weights = _train(args, _fitted(cfg, trainer_class), trainer_class)
+    run_it = _evaluate if args.eval_only else _train
+    weights = run_it(args, cfg, keys, trainer_class)
     if weights and comm.is_main_process():
         show(_end(args, keys.OUTPUT_DIR, weights, trainer_class, add_keys))
 
@@ -289,25 +280,25 @@ def _tested(parts: Any, keys: CfgNode, model: nn.Module) -> Any:
     return results
 
 
-def _train(args: argparse.Namespace, cfg: Config, trainer_class: type[Trainer]) -> str:
-    """Train; return the file of the last checkpoint."""
+def _train(
+    args: argparse.Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]
+) -> str:
+    """Train, by a plan with ``--fit``; return the file of the last checkpoint."""
     iterations: tuple[int, ...] = ()
     if isinstance(cfg, DictConfig):
-        trainer = _lazy_trainer(cfg)
-        weights = cfg.train.init_checkpoint
-        trainer.checkpointer.resume_or_load(weights, resume=args.resume)
+        trainer = _lazy_trainer(fit_config(cfg))
+        trainer.checkpointer.resume_or_load(keys.MODEL.WEIGHTS, resume=args.resume)
         # The checkpoint has the iteration that was just finished.
         goes_on = args.resume and trainer.checkpointer.has_checkpoint()
-        iterations = trainer.iter + 1 if goes_on else 0, cfg.train.max_iter
-        output_dir = cfg.train.output_dir
+        iterations = trainer.iter + 1 if goes_on else 0, keys.SOLVER.MAX_ITER
     else:
-        trainer, output_dir = trainer_class(cfg), cfg.OUTPUT_DIR
+        trainer = trainer_class(_fitted(cfg, trainer_class))
         trainer.resume_or_load(resume=args.resume)
         if cfg.TEST.AUG.ENABLED:
-            test = partial(trainer.test_with_TTA, cfg, trainer.model)
+            test = partial(trainer.test_with_TTA, trainer.cfg, trainer.model)
             trainer.register_hooks([hooks.EvalHook(0, test)])
     if comm.is_main_process():
-        logger.info("Environment, config and model are in %s", Path(output_dir, "log.txt"))
+        logger.info("Environment, config and model are in %s", Path(keys.OUTPUT_DIR, "log.txt"))
         if sys.stdout.isatty():
             trainer.register_hooks([ProgressBar()])
     trainer.train(*iterations)
@@ -337,13 +328,11 @@ def _lazy_trainer(cfg: DictConfig) -> Any:
     return trainer
 
 
-def _fitted(cfg: Config, trainer: type[Trainer]) -> Config:
+def _fitted(cfg: CfgNode, trainer: type[Trainer]) -> CfgNode:
     """The config with its plan.
 
     OUTPUT_DIR/config.yaml has the plan too, for later evaluations, but not the measured budget.
     """
-    if isinstance(cfg, DictConfig):
-        return fit_config(cfg)
     planned = fit_config(cfg, trainer)
     if planned is not cfg and comm.is_main_process():
         kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
