@@ -18,7 +18,7 @@ from ..common.checks import value_of
 from ..common.errors import ConfigError
 from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
-from ..config.lazy import overrides_of
+from ..config.lazy import cfg_of_lazy, overrides_of
 from ..config.load import load_cfg, merge_opts
 from ..config.settings import check_settings
 from ..data.coco_file import check_coco_file
@@ -96,11 +96,11 @@ def load_lazy(args: argparse.Namespace, more: Sequence[str] = ()) -> DictConfig:
     """Load the LazyConfig of the command line, with its budget, as :func:`load_config`."""
     args.config_file = find_config_file(args.config_file, ".py")
     cfg = load_lazy_config(args.config_file, args.opts)
-    return with_opts(cfg, [*opts_of_budget(args), *more])
+    cfg = _with_opts(cfg, [*opts_of_budget(args), *more])
+    return _with_opts(cfg, opts_of_fit(cfg_of_lazy(cfg), args))
 
 
-def with_opts(cfg: DictConfig, opts: Sequence[str]) -> DictConfig:
-    """A LazyConfig with the values of KEY VALUE pairs."""
+def _with_opts(cfg: DictConfig, opts: Sequence[str]) -> DictConfig:
     values = load_cfg("", opts)
     return with_overrides(cfg, overrides_of({key: value_of(values, key) for key in opts[::2]}))
 
@@ -167,12 +167,13 @@ def budget_keys(opts: Sequence[str]) -> list[str]:
 
 def opts_of_fit(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
     """KEY VALUE pairs for ``--fit``, without those that the user gives."""
+    if not getattr(args, "fit", False):
+        return []
     # A plan turns on "split", where the model can be split.
     opts = {"MEMFIT.OOM.POLICY": "split"} if args.eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
     if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         opts["MEMFIT.BUDGET_GB"] = "auto"
-    pairs = opts.items() if args.fit else ()
-    return [text for pair in pairs if pair[0] not in args.opts for text in pair]
+    return [text for pair in opts.items() if pair[0] not in args.opts for text in pair]
 
 
 def with_data(

@@ -44,15 +44,7 @@ from ..job import Job, LazyParts, TrainerParts
 from ..memory import keep_plan, use_expandable_segments
 from ..planner.fit_config import fit_config
 from .command_line import argument_parser, files_read
-from .options import (
-    Config,
-    check_lazy_options,
-    load_lazy,
-    opts_of_budget,
-    opts_of_fit,
-    with_data,
-    with_opts,
-)
+from .options import Config, check_lazy_options, load_lazy, opts_of_budget, opts_of_fit, with_data
 from .screen import ProgressBar, leave_out_dumps, next_step, show
 
 logger = logging.getLogger(__name__)
@@ -137,7 +129,6 @@ def prepare(
 
 def _load_lazy(args: argparse.Namespace) -> DictConfig:
     cfg = load_lazy(args)
-    cfg = with_opts(cfg, opts_of_fit(cfg_of_lazy(cfg), args))
     cfg.train.device = usable_device(cfg.train.device)
     evaluator = cfg.dataloader.get("evaluator")
     for call in evaluator if isinstance(evaluator, ListConfig) else filter(None, [evaluator]):
