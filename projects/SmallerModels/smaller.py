@@ -29,7 +29,8 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from d2_memfit.cli.train import argument_parser, run
+from d2_memfit.cli.command_line import argument_parser
+from d2_memfit.cli.train import run
 from d2_memfit.common.errors import ConfigError, exit_on_error
 from d2_memfit.common.files import check_outputs, output_file
 from d2_memfit.config.load import load_cfg
