@@ -88,8 +88,6 @@ def _predictor(args: argparse.Namespace, files: Sequence[Path]) -> tuple[Predict
     without_data = argparse.Namespace(**{**vars(args), **none, "coco": [], "num_gpus": 1})
     own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
     config = load_config(without_data, own)
-    for note in without_data.notes:
-        say(note)
     if isinstance(config, DictConfig):
         config.train.device = usable_device(config.train.device)
     else:
