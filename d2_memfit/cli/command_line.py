@@ -28,11 +28,7 @@ COMMANDS = {
     "measure-gpu": "measure this machine's GPU, and compare it with what estimates expect",
     "train": "train or evaluate",
 }
-_RUN = {  # module and function
-    **{"estimate": "plan.estimate", "plan": "plan.plan", "explain": "explain.explain"},
-    **{"doctor": "doctor.doctor", "measure-gpu": "doctor.measure", "train": "train.run"},
-    "predict": "predict.predict",
-}
+_MODULES = {"estimate": "plan", "measure-gpu": "doctor"}  # of a command with another name
 _TRAIN = """Detectron2's tools/train_net.py, with the keys of d2_memfit.
 
     d2-memfit train --config-file FILE --fit --coco NAME JSON IMAGE_DIR ...
@@ -198,9 +194,9 @@ def _run(args: argparse.Namespace) -> None:
     if hasattr(args, "html"):
         outputs = [path for path in (getattr(args, "output", None), args.html) if path]
         check_outputs(outputs, files_read(args), args.overwrite)
-    module, function = _RUN[args.command].split(".")
+    module = _MODULES.get(args.command, args.command)
     try:
-        run = getattr(import_module(f".{module}", __package__), function)
+        run = getattr(import_module(f".{module}", __package__), args.command.replace("-", "_"))
         with patch.object(sys, "path", [os.getcwd(), *sys.path]):  # as for ``python -m``
             run(args)
     finally:

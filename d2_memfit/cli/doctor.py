@@ -30,8 +30,8 @@ def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
     return job_of(args, load_config(args)), trainer_of(args)
 
 
-def measure(args: argparse.Namespace) -> None:
-    from ..measure import measure_gpu
+def measure_gpu(args: argparse.Namespace) -> None:
+    from .. import measure
 
-    for text in measure_gpu(args.device, args.seconds, args.output, args.items, args.small):
+    for text in measure.measure_gpu(args.device, args.seconds, args.output, args.items, args.small):
         show(text)

@@ -104,7 +104,7 @@ def prepare(
     values of ``args.coco``. ``args.notes`` gets lines about the config for the log.
 
     Args:
-        trainer, add_keys: as for :func:`run`.
+        trainer, add_keys: as for :func:`train`.
 
     Returns:
         The config. A LazyConfig is None: its objects may not be picklable, so each rank loads it.
@@ -361,7 +361,9 @@ def _name(code: Any) -> str:
     return f"{Path(sys.argv[0]).stem if is_script else code.__module__}:{code.__qualname__}"
 
 
-def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()) -> None:
+def train(
+    args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
+) -> None:
     """Check the arguments, then start the ranks, or join those that torchrun started.
 
     Args:
@@ -381,9 +383,9 @@ def run_script(
     """Run the command train as a project's script, with its trainer and config keys.
 
     Args:
-        trainer, add_keys: as for :func:`run`.
+        trainer, add_keys: as for :func:`train`.
         usage: the text under the options in the script's help.
     """
     args = argument_parser(usage).parse_args()
     with patch.object(sys, "path", [os.getcwd(), *sys.path]):  # as for ``python -m``
-        run(args, trainer, add_keys)
+        train(args, trainer, add_keys)
