@@ -28,6 +28,8 @@ from ..common.side_work import RandomState
 from ..common.snapshot import Snapshot
 from .technique import Technique, find_blocks, find_modules, wrap_method
 
+__all__ = ["ActivationCheckpointing", "Recomputed", "blocks_of", "checkpointed"]
+
 _READY_MADE = ("backbone", "all")
 
 

@@ -17,6 +17,8 @@ from ..common.errors import ConfigError
 from ..common.patching import replaced_together, source_files
 from .technique import Technique, wrap_method
 
+__all__ = ["ChunkedMatching", "DenoisingQueries", "pairwise_iou_in_chunks"]
+
 # What makes denoising queries: RT-DETR and its successors in the transformers library; detrex.
 _MAKERS = ("get_contrastive_denoising_training_group", "prepare_for_cdn")
 

@@ -15,6 +15,8 @@ from ..common.patching import knows_function, replaced_functions, source_files
 from ..memory import on_host
 from .technique import Technique, wrap_method
 
+__all__ = ["EvaluationOnHost", "can_have_results_on_host", "results_on_host"]
+
 # Functions of Detectron2 that resize results to the image.
 _POSTPROCESSING = ("detector_postprocess", "sem_seg_postprocess")
 

@@ -14,6 +14,8 @@ from ..common.patching import has_name
 from .checkpointing import Recomputed
 from .technique import Technique, wrap_method
 
+__all__ = ["ChunkedHeads"]
+
 
 class ChunkedHeads(Technique):
     """Runs mask and keypoint heads on a few proposals at a time, and again for the backward.

@@ -21,6 +21,8 @@ from ..common.errors import HostMemoryError
 from ..memory import available_host_bytes, figures_of_plan
 from .technique import Technique
 
+__all__ = ["HostBudget", "SharedDataset", "SharedList", "loader_bytes", "workers_bytes"]
+
 logger = logging.getLogger(__name__)
 
 # Private memory of a worker without images: the pages that it has written to, including its

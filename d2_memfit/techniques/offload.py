@@ -17,6 +17,8 @@ from ..memory import available_host_bytes, error_line, on_host
 from .masks import MaskBits
 from .technique import Technique, find_modules, wrap_method
 
+__all__ = ["MOST_IN_FLIGHT", "ActivationOffload"]
+
 _SMALLEST_BYTES = 2**20  # smaller tensors are not worth a copy
 MOST_IN_FLIGHT = 2  # copies to the host at a time
 _LEAST_LEFT_BYTES = 2**28  # of the host's memory

@@ -14,6 +14,8 @@ from ..common.errors import ConfigError
 from ..common.side_work import no_information
 from .technique import Technique
 
+__all__ = ["EightBitOptimizerStates", "ShardedOptimizer", "ShardedOptimizerStates"]
+
 _IN_8_BITS = {SGD: "SGD8bit", Adam: "Adam8bit", AdamW: "AdamW8bit"}
 
 

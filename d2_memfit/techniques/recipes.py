@@ -13,6 +13,9 @@ from ..common.checks import shorter_sides, value_of
 from ..common.errors import ConfigError
 from .technique import Technique, find_modules
 
+__all__ = ["FewerDetections", "FrozenModules", "MixedPrecision", "MoreFrozenStages", "OneImageSize"]
+__all__ += ["PolygonMasks", "SmallerImages", "SmallerRoiBatch", "pretrained_part"]
+
 _BACKBONE = "backbone"
 # Parts with pretrained weights in Detectron2's FPN, in its ViTDet, and in models of transformers.
 _PRETRAINED = (

@@ -21,6 +21,9 @@ from .offload import ActivationOffload
 from .optimizer import EightBitOptimizerStates, ShardedOptimizerStates
 from .technique import Technique
 
+__all__ = ["TECHNIQUES", "TIERS", "apply_techniques", "get_technique", "ready_to_evaluate"]
+__all__ += ["techniques_on"]
+
 logger = logging.getLogger(__name__)
 
 TIERS = ("exact", "precision", "recipe")

@@ -23,6 +23,8 @@ from ..common.checks import (
 from ..common.compat import Convolution
 from ..common.errors import ConfigError
 
+__all__ = ["Technique", "find_blocks", "find_modules", "has_forward", "wrap_method"]
+
 _LISTS = (nn.ModuleList, nn.ModuleDict)  # never called themselves, only their members
 _SERIES = (*_LISTS, nn.Sequential)
 
