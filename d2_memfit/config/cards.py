@@ -57,6 +57,11 @@ class Card:
         """What a process may take: the usable memory less 0.1 GB, as for a preset."""
         return math.floor(10 * self.usable_gb - 1 + 1e-6) / 10
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Keys and values of the budget."""
+        return {"MEMFIT.PRESET": "", "MEMFIT.BUDGET_GB": self.budget_gb}
+
 
 def _read_table() -> dict[str, Card]:
     """The rows of cards.csv by device."""
@@ -143,7 +148,7 @@ def settings_of_card(text: str) -> dict[str, Any]:
     """
     card = find_card(text)
     if card is not None:
-        return {"MEMFIT.PRESET": "", "MEMFIT.BUDGET_GB": card.budget_gb}
+        return card.settings
     size = re.fullmatch(r"(\d+) ?(?:gb|gib|g)?", text.strip().lower())
     if size and f"{size[1]}GB" in PRESETS:
         return {"MEMFIT.PRESET": f"{size[1]}GB", "MEMFIT.BUDGET_GB": None}
