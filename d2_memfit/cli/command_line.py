@@ -15,6 +15,9 @@ from unittest.mock import patch
 
 from .. import __version__
 
+__all__ = ["COMMANDS", "OPTIONS", "OPTIONS_OF", "argument_parser", "command_parser"]
+__all__ += ["files_read", "main", "runner"]
+
 _DESCRIPTION = (
     "Train Detectron2 models within the available memory. Before training, and without a GPU, "
     "estimate what a job needs, and plan how to make it fit."

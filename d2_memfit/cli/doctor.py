@@ -12,6 +12,8 @@ from .options import job_of, load_config, trainer_of
 from .plan import give_answer, next_plan
 from .screen import show, show_progress
 
+__all__ = ["doctor", "measure"]
+
 _UNWELL = 3  # exit status
 
 

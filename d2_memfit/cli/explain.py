@@ -20,6 +20,8 @@ from .options import check_lazy_options, project_functions, trainer_of
 from .plan import DOES_NOT_FIT, check_plan_file, give_answer, next_train, write_plan
 from .screen import next_step
 
+__all__ = ["explain"]
+
 
 def explain(args: argparse.Namespace) -> None:
     help = Help(

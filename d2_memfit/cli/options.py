@@ -26,6 +26,10 @@ from ..data.registration import register_coco
 from ..data.settings import Setting, fit_to_data, goes_with_data
 from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
+__all__ = ["Config", "budget_keys", "check_lazy_options", "find_function", "is_lazy", "job_of"]
+__all__ += ["load_config", "load_lazy", "opts_of_budget", "opts_of_fit", "project_functions"]
+__all__ += ["trainer_of", "with_data", "with_opts"]
+
 Config = Union[CfgNode, DictConfig]
 
 _BUDGET = re.compile(r"\+?(train\.)?memfit\.(budget_gb|preset)\b", re.IGNORECASE)

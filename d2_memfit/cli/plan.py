@@ -23,6 +23,9 @@ from ..report import write_page
 from .options import Config, budget_keys, is_lazy, job_of, load_config
 from .screen import next_step, put_together, say, show, show_progress
 
+__all__ = ["DOES_NOT_FIT", "check_plan_file", "estimate", "give_answer", "next_plan", "next_train"]
+__all__ += ["plan", "write_plan"]
+
 DOES_NOT_FIT = 3  # exit status
 
 

@@ -29,6 +29,8 @@ from .command_line import files_read
 from .options import is_lazy, job_of, load_config
 from .screen import say, show
 
+__all__ = ["predict"]
+
 _INCOMPLETE = 3  # exit status
 
 

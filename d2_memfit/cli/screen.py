@@ -24,6 +24,9 @@ from ..common.errors import printable
 from ..memory import device_memory
 from .command_line import OPTIONS, OPTIONS_OF
 
+__all__ = ["PrintableFormatter", "ProgressBar", "end_progress", "leave_out_dumps"]
+__all__ += ["next_step", "put_together", "say", "show", "show_progress"]
+
 _LINES = 10  # of an answer, so that 15 are enough for all
 _DUMPS = (
     *("Environment info", "Command line arguments", "Contents of args.config_file"),

@@ -14,6 +14,10 @@ from detectron2.config import CfgNode
 
 from .errors import ConfigError, ConfigErrors
 
+__all__ = ["Check", "check_all", "check_bool", "check_device", "check_positive_int"]
+__all__ += ["check_positive_number", "check_strings", "choice", "did_you_mean", "fits", "or_none"]
+__all__ += ["shorter_sides", "suggestion", "usable_device", "value_of", "whole"]
+
 
 def value_of(cfg: CfgNode, key: str) -> Any:
     """The value of a config key by its full name, such as SOLVER.MAX_ITER."""

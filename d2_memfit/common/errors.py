@@ -19,6 +19,10 @@ from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 from torch.multiprocessing import ProcessExitedException
 
+__all__ = ["START_HERE", "CheckpointError", "ConfigError", "ConfigErrors", "DataError"]
+__all__ += ["HostMemoryError", "MemfitError", "OutOfMemoryError", "RankError", "exit_on_error"]
+__all__ += ["one_line", "printable", "start_logging", "tracebacks_only_in_files", "write_traceback"]
+
 START_HERE = "docs/OUT_OF_MEMORY.md"  # what to do after an out-of-memory error
 _LOGGED = "_d2_memfit_logged"
 _OTHERS_FIRST_S = 3.0  # a launcher has the status of the rank that ends first

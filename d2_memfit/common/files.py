@@ -22,6 +22,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+__all__ = ["LEFTOVERS", "FolderLock", "is_file", "is_local", "temporary_name", "whole_file"]
+__all__ += ["check_outputs", "check_run_folder", "is_config_dump", "output_file"]
+__all__ += ["Name", "SafeLoader", "checked", "load_fields", "load_json", "verify_checksums"]
 
 Name = Union[str, "os.PathLike[str]"]
 

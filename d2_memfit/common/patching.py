@@ -9,6 +9,9 @@ from typing import Any, Callable
 
 from torch import nn
 
+__all__ = ["File", "Groups", "files_of_classes", "has_name", "knows_function", "modules_with"]
+__all__ += ["replaced_functions", "replaced_together", "source_files"]
+
 # Files, and by name a function that makes the new function from the original.
 Groups = Iterable[tuple[Iterable[Any], Mapping[str, Callable[[Any], Any]]]]
 

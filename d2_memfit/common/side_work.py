@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from .compat import default_group_replaced
 
+__all__ = ["RandomState", "SameDraws", "alone", "no_information", "unchanged_random_state"]
+
 _CPU = torch.device("cpu")
 _DRAWS = re.compile(r"rand|bernoulli|(normal|uniform|exponential)_$")
 _WITHOUT_GENERATOR = ("cpu", "meta")  # devices without one in addition to PyTorch's own

@@ -20,6 +20,8 @@ from torch import nn
 from .compat import BatchNorm, own_buffers
 from .side_work import RandomState
 
+__all__ = ["Snapshot", "changed_by_forward", "state_of", "weights_that_may_change"]
+
 # A tensor in an attribute is copied up to this size. Buffers of all sizes are.
 _LARGE_BYTES = 2**20
 # More weights are not copied. Those of an R50-FPN, such as a teacher's, have 170 MB.

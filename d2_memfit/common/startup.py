@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
 
+__all__ = ["ignore_warnings_of_libraries", "import_dynamo_later", "missing"]
+
 _MAIN = "'git+https://github.com/facebookresearch/detectron2.git'"
 _OLDEST_PYTORCH = (2, 6)
 # A few names in place of torch._dynamo, until something else of it is used: torchvision,

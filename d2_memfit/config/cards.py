@@ -11,6 +11,9 @@ from typing import Any, Optional
 from ..common.checks import did_you_mean
 from ..common.errors import ConfigError
 
+__all__ = ["CARDS", "PRESETS", "Card", "cards_named", "find_card", "settings_of_card"]
+__all__ += ["why_no_card_has"]
+
 # Memory, in GB of 2^30 bytes, that a process may take of a card of a nominal size: the smallest
 # "total capacity" that PyTorch reports for one, less 0.1. A card with a desktop has 0.3 to 1 GB
 # less: MEMFIT.BUDGET_GB "auto" measures the free memory.

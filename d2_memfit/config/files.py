@@ -27,6 +27,9 @@ from ..common.files import SafeLoader, is_file
 from ..common.patching import replaced_functions
 from .keys import keys_of
 
+__all__ = ["OUR_ZOO", "arithmetic_in_yaml", "detectron2_zoo", "find_config_file"]
+__all__ += ["keys_in_own_files"]
+
 _EXAMPLE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
 

@@ -29,6 +29,9 @@ from ..common.errors import ConfigError
 from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS
 
+__all__ = ["KEYS", "Key", "all_keys", "check_arguments", "checks_of", "default_keys"]
+__all__ += ["keys_of", "leaves", "unknown_key"]
+
 
 class Key(NamedTuple):
     """A config key.

@@ -10,6 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 from ..common.errors import ConfigError
 from .load import get_cfg, merge_memfit, with_settings
 
+__all__ = ["cfg_of_lazy", "evaluates_lazy", "lazy_name", "overrides_of"]
+
 _OTHERS = {
     "SOLVER.IMS_PER_BATCH": "dataloader.train.total_batch_size",
     "DATALOADER.NUM_WORKERS": "dataloader.train.num_workers",

@@ -16,6 +16,9 @@ from ..common.errors import ConfigError
 from .files import arithmetic_in_yaml, find_config_file
 from .keys import checks_of, default_keys, keys_of, leaves, unknown_key
 
+__all__ = ["add_memfit_config", "get_cfg", "load_cfg", "merge_memfit", "merge_opts"]
+__all__ += ["with_memfit_keys", "with_settings", "without_memfit_keys"]
+
 Pairs = Sequence[tuple[str, Any, str]]  # keys, values, and the start of messages about them
 
 

@@ -25,6 +25,9 @@ from .cards import PRESETS
 from .keys import check_arguments, checks_of
 from .load import with_memfit_keys, with_settings
 
+__all__ = ["NormalizerOptions", "Precision", "RecoveryOptions", "Settings", "auto_scale_workers"]
+__all__ += ["check_settings"]
+
 logger = logging.getLogger(__name__)
 
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

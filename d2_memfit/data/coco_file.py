@@ -12,6 +12,8 @@ from ..common.errors import DataError
 from ..common.files import load_json
 from .faults import Summary, check, look_at_annotations, look_at_images
 
+__all__ = ["CocoFile", "check_coco_file", "keypoint_names"]
+
 
 def _are_numbers(values: Any) -> bool:
     """Whether it is a list of finite numbers."""

@@ -20,6 +20,9 @@ from ..common.checks import fits, value_of
 from ..common.errors import DataError, printable
 from ..common.files import checked
 
+__all__ = ["Case", "Summary", "check", "class_keys", "kinds_of", "look_at_annotations"]
+__all__ += ["look_at_images", "names_in", "size_of_image", "warnings_about"]
+
 # Pixels from which a polygon's corner must be an error. Drawing a polygon takes memory for each
 # pixel on its border (rleFrPoly of pycocotools): 1e9 takes tens of GB, a NaN all RAM.
 _FAR = 1_000_000

@@ -10,6 +10,8 @@ from ..common.errors import ConfigError
 from ..common.files import check_outputs, output_file
 from .coco_file import check_coco_file
 
+__all__ = ["hold_out"]
+
 
 def hold_out(coco: list[list[str]], share: float, folder: str, resume: bool) -> list[list[str]]:
     """Write ``train.json`` and ``val.json``, with the images of ``--coco`` in two parts.

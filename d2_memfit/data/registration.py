@@ -19,6 +19,8 @@ from ..common.files import is_file, load_json
 from ..common.patching import replaced_functions
 from .coco_file import keypoint_names
 
+__all__ = ["check_datasets", "register_coco", "unique_annotation_ids"]
+
 
 def register_coco(name: str, json_file: str, image_dir: str) -> None:
     """Register a dataset in COCO's instance format under a name that the user chooses.

@@ -12,6 +12,8 @@ from ..common.errors import ConfigError, DataError
 from .coco_file import CocoFile
 from .faults import check, class_keys, kinds_of, names_in
 
+__all__ = ["Setting", "check_classes", "fine_tuning_schedule", "fit_to_data", "goes_with_data"]
+
 # These models learn from labels of every pixel, which a COCO file does not have.
 _LEARN_FROM_PIXELS = ("PanopticFPN", "SemanticSegmentor", "PanopticDeepLab")
 _OF_TRAINED = "Name a file with the classes of the trained model"

@@ -22,6 +22,8 @@ from ..planner.errors import one_line_errors
 from .patient import Patient, Untested, Unwell
 from .runs import Remake, agrees_on_two_ranks, is_plain_by_default, resumes
 
+__all__ = ["Finding", "answer_of_findings", "examine", "examine_runs"]
+
 _WARM_UP = 4  # iterations
 _LATE = 0.9  # share of an iteration's allocations: in the backward
 _FEW = 5  # names in a line

@@ -26,6 +26,8 @@ from ..job import Job, losses_of, resize_image, size_of
 from ..memory import storages
 from ..planner.stand_ins import cuda_as_cpu
 
+__all__ = ["InjectedTrainer", "Injector", "Patient", "Untested", "Unwell", "smaller"]
+
 _LONGEST_SIDE = 256  # pixels
 
 

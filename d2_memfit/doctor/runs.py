@@ -35,6 +35,8 @@ from ..planner.errors import one_line_errors
 from ..planner.stand_ins import cuda_as_cpu
 from .patient import Untested, Unwell, smaller
 
+__all__ = ["Remake", "agrees_on_two_ranks", "is_plain_by_default", "resumes"]
+
 # Makes a job and its trainer's class, if there is one, in another process. It is picklable.
 Remake = Callable[[], tuple[Job, Optional[type]]]
 

@@ -12,6 +12,8 @@ from ..planner.errors import one_line_errors
 from ..planner.steps import Session
 from ..planner.timeline import Workspace
 
+__all__ = ["InferenceEstimate", "estimate_inference"]
+
 _OTHERS = ("gradients", "optimizer", "DDP buckets")  # owners in training
 
 

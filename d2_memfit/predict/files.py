@@ -19,6 +19,8 @@ from ..memory import is_out_of_memory, release_memory
 from .images import Pixels, draw, is_video, picture_name, read_images, write_pictures
 from .predictor import Predictor
 
+__all__ = ["FilePrediction", "metadata_of", "outputs_of", "results_file"]
+
 _RESULTS, _IMAGES = "coco_instances_results.json", "images.json"
 
 

@@ -20,6 +20,8 @@ from ..common.errors import ConfigError, DataError, printable
 from ..common.files import checked, output_file
 from ..memory import is_out_of_memory
 
+__all__ = ["draw", "find_files", "is_video", "picture_name", "read_images", "write_pictures"]
+
 _IMAGES = (".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _VIDEOS = (".avi", ".mkv", ".mov", ".mp4", ".webm")
 _FORMATS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG"}  # of pictures

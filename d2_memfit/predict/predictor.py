@@ -21,6 +21,8 @@ from ..engine.checkpoint import MemfitCheckpointer
 from ..job import Job
 from .tiles import Detection, Grid, SeamMerger, found_in_tile, to_coco
 
+__all__ = ["Predictor", "load_whole_model", "weights_of"]
+
 _OVERLAP = 0.2  # share of a tile, as in SAHI
 _MERGE_IOU = 0.5
 

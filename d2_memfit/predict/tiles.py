@@ -12,6 +12,8 @@ from pycocotools import mask as coco_mask
 
 from ..common.errors import DataError
 
+__all__ = ["Detection", "Grid", "Rle", "SeamMerger", "Tile", "found_in_tile", "move", "to_coco"]
+
 Rle = dict[str, Any]  # {"size": [height, width], "counts": bytes, str or list of int}
 
 
