@@ -12,7 +12,7 @@ from .options import job_of, load_config, trainer_of
 from .plan import give_answer, next_plan
 from .screen import show, show_progress
 
-__all__ = ["doctor", "measure"]
+__all__ = ["doctor", "measure_gpu"]
 
 _UNWELL = 3  # exit status
 

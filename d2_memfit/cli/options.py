@@ -28,7 +28,7 @@ from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
 __all__ = ["Config", "budget_keys", "check_lazy_options", "find_function", "is_lazy", "job_of"]
 __all__ += ["load_config", "load_lazy", "opts_of_budget", "opts_of_fit", "project_functions"]
-__all__ += ["trainer_of", "with_data", "with_opts"]
+__all__ += ["trainer_of", "with_data"]
 
 Config = Union[CfgNode, DictConfig]
 

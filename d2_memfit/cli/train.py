@@ -47,7 +47,7 @@ from .command_line import argument_parser, files_read
 from .options import Config, check_lazy_options, load_lazy, opts_of_budget, opts_of_fit, with_data
 from .screen import ProgressBar, leave_out_dumps, next_step, show
 
-__all__ = ["Trainer", "argument_parser", "run", "run_script"]
+__all__ = ["Trainer", "argument_parser", "run_script", "train"]
 
 logger = logging.getLogger(__name__)
 
