@@ -5,7 +5,7 @@ import gc
 import io
 import sys
 
-from .cli.command_line import command_parser
+from .cli.command_line import command_parser, runner
 from .common.startup import ignore_warnings_of_libraries, import_dynamo_later, missing
 
 
@@ -24,11 +24,10 @@ def main() -> None:
         import_dynamo_later()
     ignore_warnings_of_libraries()
     gc.disable()  # nothing that is imported is ever freed: to look for it takes a tenth of a plan
-    from .cli.commands import run_command
-
+    run = runner()
     gc.freeze()
     gc.enable()
-    run_command(args)
+    run(args)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from unittest import mock
 import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["d2_memfit.cli.commands", "d2_memfit.cli.train", "ranks"])
+CONTEXT.set_forkserver_preload(["d2_memfit.cli.command_line", "d2_memfit.cli.train", "ranks"])
 
 # A script for "-c", before the arguments of another one: its ranks are forks, and import nothing.
 FORKED_RANKS = """

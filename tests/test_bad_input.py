@@ -23,7 +23,7 @@ from tiny import ROOT, tiny_cfg
 from trained import save_trained
 
 from d2_memfit.cli import train
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 
 TRAIN_NET = ROOT / "tools" / "train_net.py"
 SIZE = 24

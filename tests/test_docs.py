@@ -17,7 +17,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 from d2_memfit import get_cfg
 from d2_memfit.cli.command_line import COMMANDS
-from d2_memfit.cli.commands import main as d2_memfit_command
+from d2_memfit.cli.command_line import main as d2_memfit_command
 from d2_memfit.config.load import load_cfg
 
 PAGES = [

@@ -8,7 +8,7 @@ import yaml
 from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 from d2_memfit.job import Job
 from d2_memfit.planner.plan import plan_memory
 from d2_memfit.planner.plan_file import keys_as_yaml

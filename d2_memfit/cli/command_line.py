@@ -1,15 +1,22 @@
 # Copyright (c) the d2_memfit developers.
-"""The command line of d2-memfit: commands and options, without PyTorch and Detectron2."""
+"""The command line of d2-memfit: commands and options, without PyTorch and Detectron2.
+
+The module of a command is imported when it runs, and imports what it needs.
+"""
 
 import argparse
 import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Optional
+from unittest.mock import patch
 
 from .. import __version__
 
-__all__ = ["COMMANDS", "OPTIONS_OF", "add_options", "argument_parser", "command_parser"]
-__all__ += ["default_of", "files_read"]
+__all__ = ["COMMANDS", "OPTIONS", "OPTIONS_OF", "argument_parser", "command_parser"]
+__all__ += ["files_read", "main", "runner"]
 
 _DESCRIPTION = (
     "Train Detectron2 models within the available memory. Before training, and without a GPU, "
@@ -24,20 +31,15 @@ COMMANDS = {
     "measure-gpu": "measure this machine's GPU, and compare it with what estimates expect",
     "train": "train or evaluate",
 }
+_MODULES = {"estimate": "plan", "measure-gpu": "doctor"}  # of a command with another name
 _TRAIN = """Detectron2's tools/train_net.py, with the keys of d2_memfit.
 
     d2-memfit train --config-file FILE --fit --coco NAME JSON IMAGE_DIR ...
     d2-memfit train --config-file FILE [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
     torchrun --nproc-per-node N -m d2_memfit train --config-file FILE
 
-FILE is a file, or the name of a config in Detectron2's model zoo or ours. One that ends in .py is a
-LazyConfig, which takes path.key=value. In addition to the fields of Detectron2's
-configs/common/train.py, it may have:
-
-    train.accumulation_steps    batches from the loader per optimizer step (1)
-    train.amp.enabled           mixed precision (False)
-    train.memfit                a dict with the keys of MEMFIT in lower case, such as
-                                {"budget_gb": 6, "oom": {"policy": "split"}} ({})
+FILE is a file, or the name of a config in Detectron2's model zoo or ours. A LazyConfig, which ends
+in .py, takes path.key=value; MEMFIT.OOM.POLICY is train.memfit.oom.policy: docs/CONFIG.md
 
 Without a GPU it trains on the CPU, on N processes with --num-gpus N. A project trains by its own
 script: docs/YOUR_PROJECT.md
@@ -65,7 +67,7 @@ _MANY: dict[str, Any] = {"action": "append", "default": []}
 _USER = os.getuid() if hasattr(os, "getuid") else 1
 _PORT = 2**15 + 2**14 + hash(_USER) % 2**14  # Detectron2's
 # Each option: its help, and arguments of add_argument.
-_OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--allow": ("tiers that a plan may use: exact,precision,recipe", {"metavar": "TIERS"}),
     "--batch": ("a function that takes the config and returns the largest batch", _FUNCTION),
     "--budget": ("device memory in GB, such as 5.2; auto: what is free here", {"metavar": "GB"}),
@@ -131,17 +133,12 @@ _INSTEAD: dict[str, dict[str, Any]] = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser, names: str, command: str = "") -> None:
-    """Add the named options, as a command has them."""
-    for name in names.split():
-        help, arguments = _OPTIONS[name]
+def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    for name in OPTIONS_OF[command].split():
+        help, arguments = OPTIONS[name]
         default = {"default": ""} if name == "--config-file" else {}
         instead = _INSTEAD.get(f"{command} {name}", {})
         parser.add_argument(name, **{"help": help, **default, **arguments, **instead})
-
-
-def default_of(option: str) -> Any:
-    return _OPTIONS[option][1].get("default")
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -153,7 +150,7 @@ def command_parser() -> argparse.ArgumentParser:
         epilog = _TRAIN if name == "train" else None
         raw = argparse.RawDescriptionHelpFormatter
         command = commands.add_parser(name, help=text, epilog=epilog, formatter_class=raw)
-        add_options(command, OPTIONS_OF[name], name)
+        _add_options(command, name)
     return parser
 
 
@@ -165,7 +162,7 @@ def argument_parser(usage: Optional[str] = None) -> argparse.ArgumentParser:
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(epilog=usage or _TRAIN, formatter_class=raw)
-    add_options(parser, OPTIONS_OF["train"], "train")
+    _add_options(parser, "train")
     return parser
 
 
@@ -174,3 +171,36 @@ def files_read(args: argparse.Namespace) -> list[str]:
     options = ("config_file", "device", "input", "weights", "log")
     named = [getattr(args, option, None) for option in options]
     return [str(file) for file in [*named, *(json for _, json, _ in args.coco)] if file]
+
+
+def main(argv: Optional[Sequence[str]] = None) -> None:
+    """Run a command with its arguments; None for those of the process."""
+    runner()(command_parser().parse_args(argv))
+
+
+def runner() -> Callable[[argparse.Namespace], None]:
+    """Import PyTorch and Detectron2, and return the function that runs a command."""
+    from ..common.errors import exit_on_error
+    from ..engine.ending import signals_end_at_once
+
+    return exit_on_error(signals_end_at_once()(_run))
+
+
+def _run(args: argparse.Namespace) -> None:
+    from ..common.errors import ConfigError
+    from ..common.files import check_outputs
+    from ..engine.launch import world_size
+    from .screen import end_progress
+
+    if args.command != "train" and world_size(1) > 1:
+        raise ConfigError(f"{args.command} runs in one process: start it without torchrun")
+    if hasattr(args, "html"):
+        outputs = [path for path in (getattr(args, "output", None), args.html) if path]
+        check_outputs(outputs, files_read(args), args.overwrite)
+    module = _MODULES.get(args.command, args.command)
+    try:
+        run = getattr(import_module(f".{module}", __package__), args.command.replace("-", "_"))
+        with patch.object(sys, "path", [os.getcwd(), *sys.path]):  # as for ``python -m``
+            run(args)
+    finally:
+        end_progress()

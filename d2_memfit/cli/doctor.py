@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""The command doctor."""
+"""The commands doctor and measure-gpu, which test."""
 
 import argparse
 import sys
@@ -10,9 +10,9 @@ from ..doctor.examination import answer_of_findings, examine
 from ..job import Job
 from .options import job_of, load_config, trainer_of
 from .plan import give_answer, next_plan
-from .screen import show_progress
+from .screen import show, show_progress
 
-__all__ = ["doctor"]
+__all__ = ["doctor", "measure_gpu"]
 
 _UNWELL = 3  # exit status
 
@@ -30,3 +30,10 @@ def doctor(args: argparse.Namespace) -> None:
 
 def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
     return job_of(args, load_config(args)), trainer_of(args)
+
+
+def measure_gpu(args: argparse.Namespace) -> None:
+    from .. import measure
+
+    for text in measure.measure_gpu(args.device, args.seconds, args.output, args.items, args.small):
+        show(text)

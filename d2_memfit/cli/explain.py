@@ -15,7 +15,7 @@ from ..explain.text import answer_of_run, details_of
 from ..explain.verdict import explain_run, plan_for, predict_run
 from ..job import Job, load_lazy_config
 from ..planner.plan import Plan
-from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
+from ..planner.plan_file import keys_as_yaml
 from .options import check_lazy_options, project_functions, trainer_of
 from .plan import DOES_NOT_FIT, check_plan_file, give_answer, next_train, write_plan
 from .screen import next_step
@@ -44,23 +44,15 @@ def explain(args: argparse.Namespace) -> None:
         predict_run(run, help) if args.json or i == number else (None, "")
         for i, run in enumerate(runs)
     ]
-    each = [
-        explain_run(f"run {i}", run, *of_run)
-        for i, (run, of_run) in enumerate(zip(runs, predictions), 1)
-    ]
+    zipped = enumerate(zip(runs, predictions), 1)
+    each = [explain_run(f"run {i}", run, *of_run) for i, (run, of_run) in zipped]
     run, (prediction, _), told = runs[number], predictions[number], each[number]
     is_on_card = run.oom.case != "host" if run.oom else run.ended not in ("diverged", "error")
     wants_plan = args.card or args.output or (is_on_card and not args.json)
     plan = plan_for(run, prediction, args.card) if prediction and wants_plan else None
-    writes = prediction is not None and plan is not None and plan.fits and args.output is not None
-    keys, dry = "", prediction.dry_job if prediction else None
-    if prediction and plan:
-        job = prediction.dry_job.job
-        keys = keys_as_yaml(job, plan)
-        if writes and args.config_file is not None:
-            write_plan(args.output, lazy_file(args.config_file, [], plan))
-        elif writes:
-            write_plan(args.output, planned_yaml(job.cfg, plan))
+    dry, writes = prediction.dry_job if prediction else None, args.output and plan and plan.fits
+    if dry and plan and writes:
+        write_plan(args, dry.job.cfg, plan)
     answer = answer_of_run(run, told, plan)
     if each[1:]:
         answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
@@ -71,11 +63,11 @@ def explain(args: argparse.Namespace) -> None:
         answer,
         details_of(each, told),
         _next_step(args, run, not told.not_rebuilt, plan) if is_on_card or plan else "",
-        keys=keys,
+        keys=keys_as_yaml(dry.job, plan) if dry and plan else "",
         steps=lambda: {"as it ran": dry.device.events(dry.whole())} if dry else {},
         limit_gb=plan.budget_gb if plan else None,
     )
-    if args.output is not None and not writes:
+    if args.output and not writes:
         sys.exit(DOES_NOT_FIT)
 
 

@@ -8,9 +8,8 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Optional, Union
 
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
@@ -19,17 +18,17 @@ from ..common.checks import value_of
 from ..common.errors import ConfigError
 from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
-from ..config.lazy import overrides_of
+from ..config.lazy import cfg_of_lazy, overrides_of
 from ..config.load import load_cfg, merge_opts
 from ..config.settings import check_settings
-from ..data.coco_file import CocoFile, check_coco_file
+from ..data.coco_file import check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import Setting, fit_to_data, goes_with_data
 from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
 __all__ = ["Config", "budget_keys", "check_lazy_options", "find_function", "is_lazy", "job_of"]
-__all__ += ["load_config", "load_lazy", "opts_of_budget", "opts_of_fit", "opts_of_settings"]
-__all__ += ["project_functions", "trainer_of", "with_data", "with_opts"]
+__all__ += ["load_config", "load_lazy", "opts_of_budget", "opts_of_fit", "project_functions"]
+__all__ += ["trainer_of", "with_data"]
 
 Config = Union[CfgNode, DictConfig]
 
@@ -57,16 +56,11 @@ def load_config(args: argparse.Namespace, more: Sequence[str] = ()) -> Config:
     args.notes = []
     if is_lazy(args.config_file):
         check_lazy_options(args)
-    add_keys = project_functions(args)
-    if is_lazy(args.config_file):
+        project_functions(args)  # registers what the config names
         return load_lazy(args, more)
     opts = [*opts_of_budget(args), *more, *args.opts]
-    recipe = load_cfg(args.config_file, (), add_keys, opts)
-    check = partial(check_settings, trains=bool(args.coco))  # the job checks the rest
-    cfg, settings = with_data(recipe, args, opts, check)
-    settings = sorted(settings, key=lambda setting: bool(setting.key))  # complaints first
-    args.notes += [f"From the data: {setting}" for setting in settings]
-    return cfg
+    recipe = load_cfg(args.config_file, (), project_functions(args), opts)
+    return with_data(recipe, args, opts, trains=bool(args.coco))  # the job checks the rest
 
 
 def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
@@ -104,14 +98,13 @@ def check_lazy_options(args: argparse.Namespace, *others: str) -> None:
 
 def load_lazy(args: argparse.Namespace, more: Sequence[str] = ()) -> DictConfig:
     """Load the LazyConfig of the command line, with its budget, as :func:`load_config`."""
-    check_lazy_options(args)
     args.config_file = find_config_file(args.config_file, ".py")
     cfg = load_lazy_config(args.config_file, args.opts)
-    return with_opts(cfg, [*opts_of_budget(args), *more])
+    cfg = _with_opts(cfg, [*opts_of_budget(args), *more])
+    return _with_opts(cfg, opts_of_fit(cfg_of_lazy(cfg), args))
 
 
-def with_opts(cfg: DictConfig, opts: Sequence[str]) -> DictConfig:
-    """A LazyConfig with the values of KEY VALUE pairs."""
+def _with_opts(cfg: DictConfig, opts: Sequence[str]) -> DictConfig:
     values = load_cfg("", opts)
     return with_overrides(cfg, overrides_of({key: value_of(values, key) for key in opts[::2]}))
 
@@ -176,46 +169,44 @@ def budget_keys(opts: Sequence[str]) -> list[str]:
     return [word for word in opts if _BUDGET.match(word)]
 
 
-def opts_of_fit(cfg: CfgNode, eval_only: bool) -> dict[str, str]:
-    """Values of keys for ``--fit``."""
+def opts_of_fit(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
+    """KEY VALUE pairs for ``--fit``, without those that the user gives."""
+    if not getattr(args, "fit", False):
+        return []
     # A plan turns on "split", where the model can be split.
-    opts = {"MEMFIT.OOM.POLICY": "split"} if eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
+    opts = {"MEMFIT.OOM.POLICY": "split"} if args.eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
     if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
         opts["MEMFIT.BUDGET_GB"] = "auto"
-    return opts
+    return [text for pair in opts.items() if pair[0] not in args.opts for text in pair]
 
 
 def with_data(
     recipe: CfgNode,
     args: argparse.Namespace,
     opts: Sequence[str],
-    check: Callable[[CfgNode], Any],
     *,
-    trains: bool = True,
+    trains: bool,
+    ranks: Optional[int] = None,
     reads_images: bool = False,
-) -> tuple[CfgNode, list[Setting]]:
+) -> CfgNode:
     """Complete a config with options and with settings from the datasets of ``--coco``.
 
-    The datasets are registered and checked. Only keys that the user has not given are set. Values
-    in a file for other datasets do not apply to these. A plan made for COCO also applies to your
-    own data, except for its schedule and classes.
+    It is checked before the datasets are read. Only keys that the user has not given are set.
+    Values in a file for other datasets do not apply to these. A plan made for COCO also applies to
+    your own data, except for its schedule and classes. ``args.notes`` gets a line for each setting
+    from the data.
 
     Args:
         recipe: the config of ``--config-file``, which is left as it is.
         opts: as for :func:`~d2_memfit.config.load.load_cfg`.
-        check: raises :class:`ConfigError` if the config cannot work, before the datasets are read.
-        trains: whether something is trained.
+        trains, ranks: as for :func:`~d2_memfit.config.settings.check_settings`.
         reads_images: whether images must exist, or only the annotations.
-
-    Returns:
-        The config, and the settings in it that follow from the data.
     """
     coco, names = args.coco, [name for name, _, _ in args.coco]
-    for name in names:
+    for name, *files in coco:
         if names.count(name) > 1 or not name.isprintable():
             raise ConfigError(f"--coco {name!r} is given twice or not printable: use another name")
-    for dataset in coco:
-        register_coco(*dataset)
+        register_coco(name, *files)
     given = set(opts[::2])
     if coco and args.config_file:
         of_file = keys_in_own_files(find_config_file(args.config_file))
@@ -225,9 +216,9 @@ def with_data(
         given |= of_file
     settings = _roles(names, given, trains) if coco else []
     cfg = recipe.clone()
-    merge_opts(cfg, [*opts_of_settings(settings), *opts])
-    check(cfg)
-    files: dict[str, list[CocoFile]] = {"train": [], "test": []}
+    merge_opts(cfg, [*_opts_of(settings), *opts])
+    check_settings(cfg, ranks, trains)
+    train, test = [], []
     for name, json_file, image_dir in coco:
         is_trained, is_tested = trains and name in cfg.DATASETS.TRAIN, name in cfg.DATASETS.TEST
         if is_trained or is_tested:
@@ -237,15 +228,16 @@ def with_data(
             needs_objects = is_trained and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
             folder = image_dir if reads_images else None
             file = check_coco_file(name, json_file, folder, needs_objects)
-            files["train"] += [file] if is_trained else []
-            files["test"] += [file] if is_tested else []
-    of_data = fit_to_data(cfg, files["train"], files["test"], given)
-    merge_opts(cfg, opts_of_settings(of_data))
-    return cfg, [*settings, *of_data]
+            train += [file] if is_trained else []
+            test += [file] if is_tested else []
+    of_data = fit_to_data(cfg, train, test, given)
+    merge_opts(cfg, _opts_of(of_data))
+    complaints_first = sorted([*settings, *of_data], key=lambda setting: bool(setting.key))
+    args.notes += [f"From the data: {setting}" for setting in complaints_first]
+    return cfg
 
 
-def opts_of_settings(settings: Sequence[Setting]) -> list[str]:
-    """KEY VALUE pairs of settings, to be placed before the user's."""
+def _opts_of(settings: Sequence[Setting]) -> list[str]:
     return [text for s in settings if s.key for text in (s.key, str(s.value))]
 
 

@@ -14,16 +14,10 @@ from ..common.files import output_file
 from ..config.cards import find_card
 from ..job import Job
 from ..memory import use_expandable_segments
+from ..planner import text
 from ..planner.estimate import DryJob
 from ..planner.plan import Plan, plan_memory
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
-from ..planner.text import (
-    answer_of_estimate,
-    answer_of_plan,
-    describe_estimate,
-    describe_plan,
-    first_of,
-)
 from ..predict.estimate import estimate_inference
 from ..report import write_page
 from .options import Config, budget_keys, is_lazy, job_of, load_config
@@ -48,11 +42,12 @@ def estimate(args: argparse.Namespace) -> None:
     estimate, budget_gb = dry_job.estimate(), job.budget_gb
     if budget_gb is not None and not args.probe:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
+    fits = budget_gb is not None and dry_job.fits(budget_gb)
     give_answer(
         args,
         estimate,
-        answer_of_estimate(estimate, budget_gb, budget_gb is not None and dry_job.fits(budget_gb)),
-        describe_estimate(estimate),
+        text.answer_of_estimate(estimate, budget_gb, fits),
+        text.describe_estimate(estimate),
         next_plan(args),
         steps=lambda: {"training": dry_job.device.events(dry_job.whole())},
         limit_gb=budget_gb,
@@ -86,16 +81,12 @@ def plan(args: argparse.Namespace) -> None:
         return {"with the plan": dry.device.events(dry.whole())}
 
     if args.output is not None and plan.fits:  # who reads what is printed may end early
-        is_lazy = args.output.suffix == ".py"
-        write_plan(
-            args.output,
-            lazy_file(args.config_file, args.opts, plan) if is_lazy else planned_yaml(cfg, plan),
-        )
+        write_plan(args, cfg, plan)
     give_answer(
         args,
         plan,
-        answer_of_plan(plan),
-        describe_plan(plan),
+        text.answer_of_plan(plan),
+        text.describe_plan(plan),
         _next_step(args, plan),
         keys=keys_as_yaml(job, plan),
         steps=steps,
@@ -105,9 +96,14 @@ def plan(args: argparse.Namespace) -> None:
         sys.exit(DOES_NOT_FIT)
 
 
-def write_plan(path: Path, text: str) -> None:
-    with output_file(path, "w") as file:
-        file.write(text)
+def write_plan(args: argparse.Namespace, cfg: Config, plan: Plan) -> None:
+    """Write ``--output``, which ``train`` takes: yaml, or a LazyConfig for one."""
+    if args.output.suffix == ".py":
+        planned = lazy_file(args.config_file, getattr(args, "opts", []), plan)
+    else:
+        planned = planned_yaml(cfg, plan)
+    with output_file(args.output, "w") as file:
+        file.write(planned)
 
 
 def give_answer(
@@ -127,7 +123,7 @@ def give_answer(
         keys, steps, limit_gb: of the page, as for :func:`~d2_memfit.report.write_page`.
     """
     if args.notes:  # one for the answer, and all of them for the details
-        answer += f"\n{first_of(args.notes, 200)}"
+        answer += f"\n{text.first_of(args.notes, 200)}"
         details = "\n".join([*args.notes, "", details])
     if getattr(args, "html", None) is not None:
         texts = {"Answer": answer, "Keys": keys, "Next": next_step, "Details": details}

@@ -2,17 +2,18 @@
 """The command predict, which uses a trained model."""
 
 import argparse
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
+from unittest.mock import patch
 
+from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from omegaconf import DictConfig
 
 from ..common import GB
-from ..common.checks import Check, fits, usable_device, whole
+from ..common.checks import Check, usable_device, whole
 from ..common.errors import ConfigError
 from ..common.files import check_outputs
 from ..data.coco_file import CocoFile, check_coco_file
@@ -33,11 +34,8 @@ __all__ = ["predict"]
 _INCOMPLETE = 3  # exit status
 
 
-_SCORE = Check("a number from 0 to 1", lambda value: fits(value, float) and 0 <= value <= 1)
-
-
 def predict(args: argparse.Namespace) -> None:
-    _SCORE("--min-score", args.min_score)
+    Check("a number from 0 to 1", lambda value: 0 <= value <= 1)("--min-score", args.min_score)
     if args.tile_size is not None:
         whole(16)("--tile-size", args.tile_size)
     dataset = _dataset_of(args)
@@ -58,13 +56,9 @@ def predict(args: argparse.Namespace) -> None:
         check_classes(cfg, dataset)
     metadata = metadata_of(cfg) if dataset is None else MetadataCatalog.get(dataset.name)
     prediction = FilePrediction(predictor, args.output, metadata, args.min_score)
-    level = recovery.level
-    recovery.setLevel(logging.CRITICAL)  # it logs a line for each image that does not fit
-    try:
-        with evaluating(cfg, predictor.model):
-            failures = prediction.run(files, say)
-    finally:
-        recovery.setLevel(level)
+    # It logs a line for each image that does not fit.
+    with patch.object(recovery, "disabled", True), evaluating(cfg, predictor.model):
+        failures = prediction.run(files, say)
     device = next(predictor.model.parameters()).device
     number = len(prediction.images)
     show(
@@ -89,30 +83,21 @@ def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
     return file
 
 
-def _predictor(args: argparse.Namespace, files: Sequence[Path]) -> tuple[Predictor, Any]:
-    """Make the predictor, after a check of the outputs.
-
-    Args:
-        files: the images and videos.
-
-    Returns:
-        The predictor, and the config of its job.
-    """
+def _predictor(args: argparse.Namespace, files: Sequence[Path]) -> tuple[Predictor, CfgNode]:
+    """Make the predictor of images and videos, and the config of its job; check the outputs."""
     # In training, --coco sets classes and schedule. Here the config has them already.
     none: dict[str, Any] = {"batch": None, "image_size": None, "instances": None}
     without_data = argparse.Namespace(**{**vars(args), **none, "coco": [], "num_gpus": 1})
     own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
     config = load_config(without_data, own)
-    for note in without_data.notes:
-        say(note)
     if isinstance(config, DictConfig):
         config.train.device = usable_device(config.train.device)
     else:
         config.MODEL.DEVICE = usable_device(config.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
     job = job_of(without_data, config)
-    configured = job.cfg.MODEL.WEIGHTS
-    given = args.weights or (configured if "MODEL.WEIGHTS" in args.opts[::2] else None)
-    weights = weights_of(args.config_file, configured, given)
+    weights = job.cfg.MODEL.WEIGHTS
+    given = args.weights or (weights if "MODEL.WEIGHTS" in args.opts[::2] else None)
+    weights = weights_of(args.config_file, weights, given)
     say(f"weights: {weights}")
     inputs: list[Union[str, Path]] = [weights, *files, *files_read(args)]
     check_outputs(outputs_of(args.output, files), inputs, args.overwrite)

@@ -22,7 +22,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from ..common import GB
 from ..common.errors import printable
 from ..memory import device_memory
-from .command_line import OPTIONS_OF, default_of
+from .command_line import OPTIONS, OPTIONS_OF
 
 __all__ = ["PrintableFormatter", "ProgressBar", "end_progress", "leave_out_dumps"]
 __all__ += ["next_step", "put_together", "say", "show", "show_progress"]
@@ -68,7 +68,7 @@ def next_step(
                 words += [option, *([each] if isinstance(each, str) else each)]
         elif isinstance(value, tuple):
             words += [option, ",".join(map(str, value))]
-        elif value and value != default_of(option):
+        elif value and value != OPTIONS[option][1].get("default"):
             words += [option] if value is True else [option, value]
     return f"Next, {why}:\n  {shlex.join(map(str, words))}"
 

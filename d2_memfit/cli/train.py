@@ -44,19 +44,10 @@ from ..job import Job, LazyParts, TrainerParts
 from ..memory import keep_plan, use_expandable_segments
 from ..planner.fit_config import fit_config
 from .command_line import argument_parser, files_read
-from .options import (
-    Config,
-    check_lazy_options,
-    load_lazy,
-    opts_of_budget,
-    opts_of_fit,
-    opts_of_settings,
-    with_data,
-    with_opts,
-)
+from .options import Config, check_lazy_options, load_lazy, opts_of_budget, opts_of_fit, with_data
 from .screen import ProgressBar, leave_out_dumps, next_step, show
 
-__all__ = ["Trainer", "argument_parser", "run", "run_script"]
+__all__ = ["Trainer", "argument_parser", "run_script", "train"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +58,10 @@ class Trainer(MemfitTrainer):
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: Any = None) -> Any:
         """Build the evaluator that Detectron2's ``tools/train_net.py`` uses for the dataset."""
-        folder = output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")
-        into = {"output_dir": folder}
-        options = {"use_fast_impl": has_compiled_ops(), **into}
-        sigmas = cfg.TEST.KEYPOINT_OKS_SIGMAS
+        into = {"output_dir": output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")}
+        options = {"kpt_oks_sigmas": cfg.TEST.KEYPOINT_OKS_SIGMAS, **into}
         sem_seg = partial(evaluation.SemSegEvaluator, distributed=True, **into)
-        coco = partial(evaluation.COCOEvaluator, kpt_oks_sigmas=sigmas, **options)
+        coco = partial(evaluation.COCOEvaluator, use_fast_impl=has_compiled_ops(), **options)
         panoptic = partial(evaluation.COCOPanopticEvaluator, **into)
         kinds: dict[str, list[Callable[[str], Any]]] = {
             "sem_seg": [sem_seg],
@@ -114,11 +103,10 @@ def prepare(
     """Check all that can be checked before a process starts, and complete the arguments.
 
     Nothing is written to OUTPUT_DIR, except for the files of ``--hold-out``, which become the
-    values of ``args.coco``. ``args.opts`` gets the keys of ``--card``, ``--fit`` and the data,
-    before the user's. ``args.notes`` gets lines about the config for the log.
+    values of ``args.coco``. ``args.notes`` gets lines about the config for the log.
 
     Args:
-        trainer, add_keys: as for :func:`run`.
+        trainer, add_keys: as for :func:`train`.
 
     Returns:
         The config. A LazyConfig is None: its objects may not be picklable, so each rank loads it.
@@ -143,9 +131,6 @@ def prepare(
 
 def _load_lazy(args: argparse.Namespace) -> DictConfig:
     cfg = load_lazy(args)
-    if args.fit:
-        values = opts_of_fit(cfg_of_lazy(cfg), args.eval_only)
-        cfg = with_opts(cfg, [text for pair in values.items() for text in pair])
     cfg.train.device = usable_device(cfg.train.device)
     evaluator = cfg.dataloader.get("evaluator")
     for call in evaluator if isinstance(evaluator, ListConfig) else filter(None, [evaluator]):
@@ -157,22 +142,16 @@ def _load_lazy(args: argparse.Namespace) -> DictConfig:
 
 def _load_yaml(args: argparse.Namespace, ranks: int, add_keys: AddKeys) -> CfgNode:
     opts = [*opts_of_budget(args), *args.opts]
-    if args.training_only:
-        opts = [*opts, "DATASETS.TEST", "()"]
+    opts += ["DATASETS.TEST", "()"] if args.training_only else []
     recipe, trains = load_cfg(args.config_file, (), add_keys, opts), not args.eval_only
-    check = partial(check_settings, ranks=ranks, trains=trains)
     if args.hold_out is not None:
-        without_data = argparse.Namespace(coco=[], config_file=args.config_file)
-        cfg, _ = with_data(recipe, without_data, opts, check)
-        args.coco = hold_out(args.coco, args.hold_out, cfg.OUTPUT_DIR, args.resume)
-    cfg, settings = with_data(recipe, args, opts, check, trains=trains, reads_images=True)
-    args.notes = [f"From the data: {setting}" for setting in settings]
+        whole = load_cfg(args.config_file, opts, add_keys)
+        check_settings(whole, ranks, trains)
+        args.coco = hold_out(args.coco, args.hold_out, whole.OUTPUT_DIR, args.resume)
+    cfg = with_data(recipe, args, opts, trains=trains, ranks=ranks, reads_images=True)
     args.notes += _batch_notes(recipe.SOLVER, cfg.SOLVER) if trains else []
-    wanted = opts_of_fit(cfg, args.eval_only) if args.fit else {}
-    of_fit = [text for key in wanted if key not in opts[::2] for text in (key, wanted[key])]
-    merge_opts(cfg, of_fit)
-    args.opts = [*of_fit, *opts_of_settings(settings), *opts]
-    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
+    merge_opts(cfg, opts_of_fit(cfg, args))
+    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in opts[::2])
     cfg.freeze()
     return cfg
 
@@ -184,9 +163,8 @@ def _batch_notes(recipe: CfgNode, solver: CfgNode) -> list[str]:
     if factor == 1 or solver.REFERENCE_WORLD_SIZE or solver.BASE_LR != recipe.BASE_LR:
         return []
     return [
-        f"SOLVER.IMS_PER_BATCH {solver.IMS_PER_BATCH} x SOLVER.ACCUMULATION_STEPS "
-        f"{solver.ACCUMULATION_STEPS} is {factor:.3g} times the batch of the config file, but "
-        f"SOLVER.BASE_LR {solver.BASE_LR:g} is unchanged. Scale it with the batch "
+        f"SOLVER.IMS_PER_BATCH x ACCUMULATION_STEPS is {factor:.3g} times the batch of the config "
+        f"file, but SOLVER.BASE_LR {solver.BASE_LR:g} is unchanged. Scale it with the batch "
         f"(arXiv:1706.02677): SOLVER.BASE_LR {solver.BASE_LR * factor:g}. Or keep the batch with "
         "SOLVER.ACCUMULATION_STEPS"
     ]
@@ -240,10 +218,8 @@ def main(
     _set_up_rank(args, cfg, keys)
     for note in args.notes:
         logger.info(note)
-    if args.eval_only:
-        weights = _evaluate(args, cfg, keys, trainer_class)
-    else:
-        weights = _train(args, _fitted(cfg, trainer_class), trainer_class)
+    run_it = _evaluate if args.eval_only else _train
+    weights = run_it(args, cfg, keys, trainer_class)
     if weights and comm.is_main_process():
         show(_end(args, keys.OUTPUT_DIR, weights, trainer_class, add_keys))
 
@@ -297,25 +273,25 @@ def _tested(parts: Any, keys: CfgNode, model: nn.Module) -> Any:
     return results
 
 
-def _train(args: argparse.Namespace, cfg: Config, trainer_class: type[Trainer]) -> str:
-    """Train; return the file of the last checkpoint."""
+def _train(
+    args: argparse.Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]
+) -> str:
+    """Train, by a plan with ``--fit``; return the file of the last checkpoint."""
     iterations: tuple[int, ...] = ()
     if isinstance(cfg, DictConfig):
-        trainer = _lazy_trainer(cfg)
-        weights = cfg.train.init_checkpoint
-        trainer.checkpointer.resume_or_load(weights, resume=args.resume)
+        trainer = _lazy_trainer(fit_config(cfg))
+        trainer.checkpointer.resume_or_load(keys.MODEL.WEIGHTS, resume=args.resume)
         # The checkpoint has the iteration that was just finished.
         goes_on = args.resume and trainer.checkpointer.has_checkpoint()
-        iterations = trainer.iter + 1 if goes_on else 0, cfg.train.max_iter
-        output_dir = cfg.train.output_dir
+        iterations = trainer.iter + 1 if goes_on else 0, keys.SOLVER.MAX_ITER
     else:
-        trainer, output_dir = trainer_class(cfg), cfg.OUTPUT_DIR
+        trainer = trainer_class(_fitted(cfg, trainer_class))
         trainer.resume_or_load(resume=args.resume)
         if cfg.TEST.AUG.ENABLED:
-            test = partial(trainer.test_with_TTA, cfg, trainer.model)
+            test = partial(trainer.test_with_TTA, trainer.cfg, trainer.model)
             trainer.register_hooks([hooks.EvalHook(0, test)])
     if comm.is_main_process():
-        logger.info("Environment, config and model are in %s", Path(output_dir, "log.txt"))
+        logger.info("Environment, config and model are in %s", Path(keys.OUTPUT_DIR, "log.txt"))
         if sys.stdout.isatty():
             trainer.register_hooks([ProgressBar()])
     trainer.train(*iterations)
@@ -345,13 +321,11 @@ def _lazy_trainer(cfg: DictConfig) -> Any:
     return trainer
 
 
-def _fitted(cfg: Config, trainer: type[Trainer]) -> Config:
+def _fitted(cfg: CfgNode, trainer: type[Trainer]) -> CfgNode:
     """The config with its plan.
 
     OUTPUT_DIR/config.yaml has the plan too, for later evaluations, but not the measured budget.
     """
-    if isinstance(cfg, DictConfig):
-        return fit_config(cfg)
     planned = fit_config(cfg, trainer)
     if planned is not cfg and comm.is_main_process():
         kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
@@ -389,7 +363,9 @@ def _name(code: Any) -> str:
     return f"{Path(sys.argv[0]).stem if is_script else code.__module__}:{code.__qualname__}"
 
 
-def run(args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()) -> None:
+def train(
+    args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
+) -> None:
     """Check the arguments, then start the ranks, or join those that torchrun started.
 
     Args:
@@ -409,9 +385,9 @@ def run_script(
     """Run the command train as a project's script, with its trainer and config keys.
 
     Args:
-        trainer, add_keys: as for :func:`run`.
+        trainer, add_keys: as for :func:`train`.
         usage: the text under the options in the script's help.
     """
     args = argument_parser(usage).parse_args()
     with patch.object(sys, "path", [os.getcwd(), *sys.path]):  # as for ``python -m``
-        run(args, trainer, add_keys)
+        train(args, trainer, add_keys)

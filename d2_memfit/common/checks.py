@@ -16,12 +16,17 @@ from .errors import ConfigError, ConfigErrors
 
 __all__ = ["Check", "check_all", "check_bool", "check_device", "check_positive_int"]
 __all__ += ["check_positive_number", "check_strings", "choice", "did_you_mean", "fits", "or_none"]
-__all__ += ["suggestion", "usable_device", "value_of", "whole"]
+__all__ += ["shorter_sides", "suggestion", "usable_device", "value_of", "whole"]
 
 
 def value_of(cfg: CfgNode, key: str) -> Any:
     """The value of a config key by its full name, such as SOLVER.MAX_ITER."""
     return reduce(getattr, key.split("."), cfg)
+
+
+def shorter_sides(value: Union[int, Sequence[int]]) -> tuple[int, ...]:
+    """INPUT.MIN_SIZE_TRAIN or INPUT.MIN_SIZE_TEST, a number or several, as a tuple."""
+    return (value,) if isinstance(value, int) else tuple(value)
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,13 @@
 
 import random
 import re
+import types
 import zlib
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from itertools import chain
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
 from typing import Any, Optional
 
 import numpy as np
@@ -40,7 +34,8 @@ _CONSTANT = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis)}
     | {torch.dtype, torch.device, torch.Size}
 )
-_NO_STATE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, Enum)
+_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_NO_STATE = (type, types.ModuleType, Enum, *_FUNCTIONS)
 _NO_STATE_OF = {"torch", "logging", "threading", "weakref", "functools", "d2_memfit"}
 _LEAVES = (
     *(np.ndarray, bytearray, array, random.Random),
@@ -294,7 +289,8 @@ def _put_back(value: Any, content: Any) -> None:
 def _names(value: Any) -> list[str]:
     """Attributes of an object, those of __slots__ included, set or not."""
     bases = (vars(base) for base in type(value).__mro__ if "__slots__" in vars(base))
-    slots = [n for base in bases for n, m in base.items() if isinstance(m, MemberDescriptorType)]
+    slot = types.MemberDescriptorType
+    slots = [n for base in bases for n, m in base.items() if isinstance(m, slot)]
     return [*slots, *getattr(value, "__dict__", ())]
 
 

@@ -22,10 +22,10 @@ from ..common.checks import (
     did_you_mean,
     fits,
     or_none,
+    shorter_sides,
     whole,
 )
 from ..common.errors import ConfigError
-from ..data.classes import shorter_sides
 from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS
 

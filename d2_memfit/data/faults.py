@@ -6,20 +6,22 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from textwrap import shorten
 from typing import Any, Optional
 
 import numpy as np
 from detectron2.config import CfgNode
+from detectron2.config import get_cfg as get_detectron2_cfg
+from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.structures import BoxMode
 from PIL import Image
 
 from ..common.checks import fits, value_of
 from ..common.errors import DataError, printable
 from ..common.files import checked
-from .classes import class_keys, names_in
 
-__all__ = ["Case", "Summary", "check", "kinds_of", "look_at_annotations", "look_at_images"]
-__all__ += ["size_of_image", "warnings_about"]
+__all__ = ["Case", "Summary", "check", "class_keys", "kinds_of", "look_at_annotations"]
+__all__ += ["look_at_images", "names_in", "size_of_image", "warnings_about"]
 
 # Pixels from which a polygon's corner must be an error. Drawing a polygon takes memory for each
 # pixel on its border (rleFrPoly of pycocotools): 1e9 takes tens of GB, a NaN all RAM.
@@ -36,6 +38,15 @@ _MOST_OPENED = 2000  # images: about a second on a local disk
 _ORIENTATION = 0x0112  # the tag of EXIF
 _STOPS = "Training stops when one is loaded"
 _SIZE = "Were they drawn on images of another size"
+# By meta architecture; "" if there is none. Classes of projects have an attribute instead.
+_CLASS_KEYS = {
+    "GeneralizedRCNN": "MODEL.ROI_HEADS.NUM_CLASSES",
+    "PanopticFPN": "MODEL.ROI_HEADS.NUM_CLASSES",
+    "RetinaNet": "MODEL.RETINANET.NUM_CLASSES",
+    "ProposalNetwork": "",
+    "SemanticSegmentor": "",
+    "PanopticDeepLab": "",
+}
 # The table of faults. Each has a kind, which says what has it; kinds that a model does not learn
 # are not checked. Then follows when it is an error, and not a warning: "always", "most" (if more
 # than half of the objects have it), or "file" (in a COCO file, which is checked before training).
@@ -310,3 +321,29 @@ def size_of_image(file: str) -> tuple[int, int]:
         asks = image.format != "PNG" or "exif" in image.info
         is_on_its_side = asks and image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)
     return (height, width) if is_on_its_side else (width, height)
+
+
+def class_keys(cfg: CfgNode) -> Optional[list[str]]:
+    """The keys with the number of classes.
+
+    They are the key of the meta architecture, which a project's class names in an attribute
+    ``num_classes_key``, and the keys MODEL.<...>.NUM_CLASSES that a project has added.
+
+    Returns:
+        None if unknown; an empty list if the model does not predict classes.
+    """
+    name = cfg.MODEL.META_ARCHITECTURE
+    key: Optional[str] = _CLASS_KEYS.get(name)
+    if key is None and name in META_ARCH_REGISTRY:
+        key = getattr(META_ARCH_REGISTRY.get(name), "num_classes_key", None)
+    if key == "":
+        return []
+    own = cfg.MODEL.keys() - get_detectron2_cfg().MODEL.keys()
+    nodes = [node for node in cfg.MODEL if node in own and isinstance(cfg.MODEL[node], CfgNode)]
+    added = [f"MODEL.{node}.NUM_CLASSES" for node in nodes if "NUM_CLASSES" in cfg.MODEL[node]]
+    return [key, *added] if key else added or None
+
+
+def names_in(names: Iterable[str]) -> str:
+    """Names for a message, which may be cut."""
+    return shorten(", ".join(names), 60, placeholder=" ...")

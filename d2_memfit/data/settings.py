@@ -9,9 +9,8 @@ from detectron2.config import CfgNode
 
 from ..common.checks import value_of
 from ..common.errors import ConfigError, DataError
-from .classes import class_keys, names_in
 from .coco_file import CocoFile
-from .faults import check, kinds_of
+from .faults import check, class_keys, kinds_of, names_in
 
 __all__ = ["Setting", "check_classes", "fine_tuning_schedule", "fit_to_data", "goes_with_data"]
 

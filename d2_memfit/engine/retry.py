@@ -19,8 +19,7 @@ from ..job import resize_image
 from ..memory import is_out_of_memory, release_memory
 from ..techniques.checkpointing import checkpointed
 from .oom_log import RAISE, OomLog
-from .storage import WindowStorage
-from .window import MicroBatch, Window
+from .window import MicroBatch, Window, WindowStorage
 
 logger = logging.getLogger(__name__)
 

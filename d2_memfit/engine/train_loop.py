@@ -27,8 +27,7 @@ from .oom_log import observed
 from .ranks import RankReport
 from .retry import Cutter, Recovery, WindowRetries, run_all
 from .run_state import ResumableTrainer
-from .storage import WindowStorage
-from .window import MicroBatch, Window
+from .window import MicroBatch, Window, WindowStorage
 
 __all__ = ["AccumulatingTrainer"]
 

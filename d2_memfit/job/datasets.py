@@ -23,11 +23,11 @@ from detectron2.utils.file_io import PathManager
 from pycocotools import mask as coco_mask
 
 from ..common.files import is_file
-from ..common.side_work import alone, no_information, unchanged_random_state
+from ..common.side_work import aside
 from ..data.faults import size_of_image
 
 __all__ = ["ANY_SIZE", "Size", "Statistics", "assumed_statistics", "boxes_anywhere", "dict_of"]
-__all__ += ["invented_dict", "num_instances_of", "statistics_of"]
+__all__ += ["invented_dict", "num_objects_of", "statistics_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +217,7 @@ def _statistics_of_one(name: str) -> Optional[Statistics]:
     if json_file and not is_file(json_file):  # loading could download it
         return None
     load = DatasetCatalog[name]
-    with alone(), no_information(), unchanged_random_state():
+    with aside():
         try:
             if (name, load) not in _read:
                 _read[name, load] = _statistics_of_dicts(name, load())
@@ -228,7 +228,7 @@ def _statistics_of_one(name: str) -> Optional[Statistics]:
 
 
 def _statistics_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> Statistics:
-    nums = [num_instances_of(d) for d in dicts]
+    nums = [num_objects_of(d) for d in dicts]
     crowded = dicts[nums.index(max(nums))]
     height, width = _size_of(crowded)
     crowded = {**crowded, "height": height, "width": width}
@@ -261,7 +261,7 @@ def _size_of(d: dict[str, Any]) -> Size:
     return height, width
 
 
-def num_instances_of(d: dict[str, Any]) -> int:
+def num_objects_of(d: dict[str, Any]) -> int:
     """Number of objects; with keypoints, only objects with visible ones.
 
     Mappers and loaders look for these.

@@ -21,8 +21,8 @@ from numpy.lib.stride_tricks import as_strided
 from PIL import Image
 
 from ..common.patching import modules_with, replaced_together
-from ..common.side_work import alone, no_information, unchanged_random_state
-from .datasets import Size, boxes_anywhere, dict_of, invented_dict, num_instances_of, statistics_of
+from ..common.side_work import aside
+from .datasets import Size, boxes_anywhere, dict_of, invented_dict, num_objects_of, statistics_of
 
 __all__ = ["CapturedLoader", "EmptyFiles", "capture_loader", "empty_files"]
 
@@ -86,7 +86,7 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
             if statistics is None:
                 return [invented_dict((480, 640), 2, name, with_labels)] * _NUM_DICTS
             d = statistics.most_crowded
-            num = None if num_instances_of(d) else 1  # loaders leave out what has none
+            num = None if num_objects_of(d) else 1  # loaders leave out what has none
             return [dict_of(d, (d["height"], d["width"]), num)] * _NUM_DICTS
 
         return get
@@ -106,13 +106,7 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
         ([type(DatasetCatalog)], {"get": get_one_dict}),
         ([build], {"load_proposals_into_dataset": add_proposals}),
     ]
-    with (
-        alone(),
-        unchanged_random_state(),
-        no_information(),
-        replaced_together(groups),
-        warnings.catch_warnings(),
-    ):
+    with aside(), replaced_together(groups), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of workers, which do not start
         make_loader()
     return captured
@@ -247,13 +241,7 @@ def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
         ([c for c in resizes if "get_transform" in vars(c)], {"get_transform": take_largest}),
         ([ResizeTransform], {"apply_image": resize_empty}),
     ]
-    with (
-        TemporaryDirectory() as folder,
-        alone(),
-        no_information(),
-        unchanged_random_state(),
-        replaced_together(replaced),
-    ):
+    with TemporaryDirectory() as folder, aside(), replaced_together(replaced):
         files = EmptyFiles(labels, folder)
         yield files
 

@@ -16,14 +16,7 @@ from typing import Any, Optional
 from detectron2.structures import Instances
 
 from ..common.errors import ConfigError
-from .datasets import (
-    ANY_SIZE,
-    Size,
-    Statistics,
-    assumed_statistics,
-    num_instances_of,
-    statistics_of,
-)
+from .datasets import ANY_SIZE, Size, Statistics, assumed_statistics, num_objects_of, statistics_of
 from .given import copy_of, objects_in, padded_area, resize_to, size_of
 from .mapper import CapturedLoader, EmptyFiles, capture_loader, empty_files, resized
 
@@ -240,7 +233,7 @@ class MappedBatches:
 
     def _draw_sizes(self, map_func: Callable[..., Any], files: EmptyFiles) -> list[_Draw]:
         crowded, seeds = self._statistics.most_crowded, count()
-        few = min(num_instances_of(crowded), 2)  # for a mapper that crops around one of them
+        few = min(num_objects_of(crowded), 2)  # for a mapper that crops around one of them
 
         def draw(original: Size) -> _Draw:
             seed, d = next(seeds), self._loader.dict_of(crowded, original, few)
@@ -275,7 +268,7 @@ class MappedBatches:
         for seed in range(draw.seed, draw.seed + _TRIES):
             data = files.run(draw.map_func, self._loader.dict_of(crowded, draw.original), seed)
             found += [] if data is None else [data]
-            if found and objects_in(data) in (None, num_instances_of(crowded)):
+            if found and objects_in(data) in (None, num_objects_of(crowded)):
                 break
             if len(found) == _CROWDED_DRAWS:
                 break

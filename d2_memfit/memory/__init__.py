@@ -1,9 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Measuring and limiting memory, and handling out-of-memory errors."""
 
-from .allocator import *
 from .budget import *
 from .meter import *
 from .oom import *
 from .readings import *
-from .run_record import *

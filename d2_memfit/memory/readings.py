@@ -1,18 +1,26 @@
 # Copyright (c) the d2_memfit developers.
-"""Readings of the memory that the process takes of the host and of a device, and what is left."""
+"""Readings of the memory that a process takes and of what is left; a record of a run's peaks."""
 
+import json
+import os
+import platform
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 import psutil
 import torch
 
-__all__ = ["PEAK_LAG_BYTES", "DeviceMemory", "ProcessMemory"]
-__all__ += ["available_host_bytes", "device_memory", "process_memory"]
+from .. import __version__
+from ..common import MB
+from ..common.files import Name, load_fields, load_json, whole_file
+
+__all__ = ["FIGURES", "PEAK_LAG_BYTES", "DeviceMemory", "ProcessMemory", "RunRecord"]
+__all__ += ["available_host_bytes", "device_and_software", "device_memory", "figures_of_plan"]
+__all__ += ["keep_plan", "process_memory"]
 
 # On Linux, the peak of a process may rise by this much after memory was freed.
 PEAK_LAG_BYTES = 2**20
@@ -25,6 +33,11 @@ _CGROUP_FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+
+FIGURES = "# figures of the plan: "  # a comment in memfit_plan.yaml, with JSON
+
+_FILE_NAME = "memfit_peaks.json"
+_PLAN = "memfit_plan.yaml"
 
 
 @dataclass(frozen=True)
@@ -99,3 +112,92 @@ def _own_cgroups() -> Iterator[Path]:
             root = _CGROUPS / controllers
             own = root / path.lstrip("/")
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Peaks of the main process of a run in training, in bytes, and what was trained.
+
+    Attributes:
+        date: when training ended, in UTC, such as 2026-11-24 13:05:59.
+        here: the device and the software, as :func:`device_and_software` says.
+        ranks: processes that trained together.
+        family: hash of the model's config; "" if it has none.
+        predicted_gb: those of :func:`figures_of_plan`; empty without a plan.
+        iterations: number of iterations.
+        had_errors: whether memory ran out.
+        allocated_bytes: peak allocated. On the CPU it is the private memory that training takes.
+        outside_bytes: memory outside the allocator. On a GPU it is the context with kernels and
+            NCCL. On the CPU it is the private memory of the process before training.
+    """
+
+    date: str
+    here: dict[str, Any]
+    ranks: int
+    family: str
+    predicted_gb: list[float]
+    iterations: int
+    had_errors: bool
+    allocated_bytes: int
+    outside_bytes: int
+
+    def write(self, folder: Name) -> None:
+        """Write memfit_peaks.json.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        os.makedirs(folder, exist_ok=True)
+        with whole_file(Path(folder) / _FILE_NAME, "w") as file:
+            json.dump(asdict(self), file, indent=1, default=list)  # a LazyConfig has other lists
+
+    @classmethod
+    def read(cls, folder: Name) -> "RunRecord":
+        """Read memfit_peaks.json of a run.
+
+        Raises:
+            DataError: there is none, or it is torn or of another version.
+        """
+        path = Path(folder) / _FILE_NAME
+        record: RunRecord = load_fields(cls, load_json(path, "the record of a run "), str(path))
+        return record
+
+
+def device_and_software(device: torch.device) -> dict[str, Any]:
+    """The device, and the software that decides about memory, to which a record applies."""
+    here: dict[str, Any] = {"d2_memfit": __version__, "torch": torch.__version__}
+    if device.type != "cuda":
+        return {**here, "device": platform.machine(), "cores": os.cpu_count()}
+    card = torch.cuda.get_device_properties(device)
+    here.update(device=card.name, memory_mb=card.total_memory // MB)
+    return {**here, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+
+
+def figures_of_plan(folder: Name) -> dict[str, Any]:
+    """The figures in memfit_plan.yaml of an OUTPUT_DIR; none without this file.
+
+    ``predicted_gb`` has GB allocated, reserved, and outside PyTorch's allocator; ``offloaded_gb``
+    is page-locked RAM for the offload of each rank.
+    """
+    return _figures_in(Path(folder, _PLAN))
+
+
+def keep_plan(config_file: Name, folder: Name) -> None:
+    """Copy a config file that the command plan wrote to memfit_plan.yaml of an OUTPUT_DIR.
+
+    The file of an earlier plan is replaced. Another file of this name is left as it is.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    plan = Path(folder, _PLAN)
+    if _figures_in(Path(config_file)) and (_figures_in(plan) or not plan.exists()):
+        with whole_file(plan, "w") as file:
+            file.write(Path(config_file).read_text())
+
+
+def _figures_in(file: Path) -> dict[str, Any]:
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        if line.startswith(FIGURES):
+            return dict(json.loads(line.removeprefix(FIGURES)))
+    return {}

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..common.compat import autograd_node_number, next_autograd_node_number, storage_id
 from ..memory import OwnerMeter, is_on_host, storages, tensors_in
-from ..techniques.blocks import find_blocks
+from ..techniques.technique import find_blocks
 from .meta import make_fake
 from .timeline import Allocate, Allocation, BlockCall, Free, Timeline, Workspace
 from .values import LARGE_BYTES, PRODUCTS, moves_nothing, run_operator

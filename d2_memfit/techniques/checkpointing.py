@@ -26,8 +26,7 @@ from ..common.compat import (
 from ..common.errors import ConfigError
 from ..common.side_work import RandomState
 from ..common.snapshot import Snapshot
-from .blocks import find_blocks
-from .technique import Technique, find_modules, wrap_method
+from .technique import Technique, find_blocks, find_modules, wrap_method
 
 __all__ = ["ActivationCheckpointing", "Recomputed", "blocks_of", "checkpointed"]
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from ..common import GB
-from ..common.checks import check_positive_number, or_none
+from ..common.checks import check_positive_number, or_none, shorter_sides
 from ..common.errors import HostMemoryError
-from ..data.classes import shorter_sides
 from ..memory import available_host_bytes, figures_of_plan
 from .technique import Technique
 

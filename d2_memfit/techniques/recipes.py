@@ -9,9 +9,8 @@ from detectron2.modeling import ROI_MASK_HEAD_REGISTRY
 from detectron2.modeling.roi_heads import BaseMaskRCNNHead
 from torch import nn
 
-from ..common.checks import value_of
+from ..common.checks import shorter_sides, value_of
 from ..common.errors import ConfigError
-from ..data.classes import shorter_sides
 from .technique import Technique, find_modules
 
 __all__ = ["FewerDetections", "FrozenModules", "MixedPrecision", "MoreFrozenStages", "OneImageSize"]

@@ -29,7 +29,8 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from d2_memfit.cli.train import argument_parser, run
+from d2_memfit.cli.command_line import argument_parser
+from d2_memfit.cli.train import train
 from d2_memfit.common.errors import ConfigError, exit_on_error
 from d2_memfit.common.files import check_outputs, output_file
 from d2_memfit.config.load import load_cfg
@@ -281,7 +282,7 @@ def main() -> None:
             with output_file(pruned) as file:
                 torch.save({"model": model.state_dict()}, file)
             args.opts += ["MODEL.WEIGHTS", str(pruned)]
-        run(args, trainer, [add_distillation_config])
+        train(args, trainer, [add_distillation_config])
     print("| run | MB | CPU ms an image | box AP | million parameters | MB of a training step |")
     print(row(SmallerTrainer, before), row(trainer, after), sep="\n")
 

@@ -11,7 +11,7 @@ from pasted import paste
 from tiny import run_process, tiny_cfg
 
 from d2_memfit import __version__
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 from d2_memfit.config.files import find_config_file
 from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import figures_of_plan

@@ -9,7 +9,7 @@ from made_up_logs import OOM, TRACEBACK, config_text, headed, log, notebook, pro
 from pasted import paste
 
 import d2_memfit
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 from d2_memfit.config.load import load_cfg
 
 RUN = {

@@ -10,7 +10,7 @@ from detectron2.config import LazyConfig
 from tiny import tiny_cfg
 
 from d2_memfit import Job
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 from d2_memfit.cli.plan import next_train
 
 PROJECT = """

@@ -7,7 +7,7 @@ import pytest
 from pasted import paste
 from tiny import tiny_cfg
 
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 
 SHORT = ["SOLVER.MAX_ITER", "1", "DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_BATCH", "2"]
 

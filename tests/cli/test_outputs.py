@@ -19,7 +19,7 @@ from tiny import tiny_cfg
 from trained import save_trained
 
 from d2_memfit.cli import train
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 from d2_memfit.predict.images import picture_name
 
 MINE = "written by a person\n"

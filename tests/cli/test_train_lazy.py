@@ -7,7 +7,7 @@ from forks import FORKED_RANKS, run_forked
 from omegaconf import OmegaConf
 from tiny import ROOT, read_metrics
 
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 
 TRAIN_NET = ROOT / "tools" / "train_net.py"
 

@@ -33,7 +33,7 @@ counted(CfgNode, "merge_from_file")
 open_file, builtins.open = builtins.open, opened
 io.open = opened
 sys.argv[1:] = arguments
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 main()
 print("calls:", {name: number for name, number in calls.items() if number})
 """

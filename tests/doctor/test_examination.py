@@ -11,7 +11,7 @@ from tiny import tiny_cfg
 from torch import nn
 
 from d2_memfit import Job
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 from d2_memfit.doctor.examination import accumulates, examine
 from d2_memfit.doctor.patient import Patient
 

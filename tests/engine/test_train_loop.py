@@ -18,7 +18,7 @@ from tiny import every_anchor_counts, images, parameters, relative_difference, t
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.errors import DataError
-from d2_memfit.engine.storage import WindowStorage
+from d2_memfit.engine.window import WindowStorage
 from d2_memfit.memory import TensorMeter
 
 NUM_ITERATIONS = 3

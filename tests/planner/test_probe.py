@@ -12,7 +12,7 @@ from detectron2.utils.events import EventStorage
 from tiny import tiny_cfg
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 from d2_memfit.config.load import load_cfg
 from d2_memfit.job import Job, WorstCase
 from d2_memfit.memory import TensorMeter

@@ -3,7 +3,7 @@ import json
 
 from trained import save_trained
 
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 
 
 def test_inference_takes_less_than_evaluation_in_training(tmp_path, capsys):

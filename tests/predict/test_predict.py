@@ -18,7 +18,7 @@ from pycocotools.coco import COCO
 from tiny import tiny_cfg, tiny_model
 from trained import save_trained
 
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 from d2_memfit.config.load import load_cfg
 from d2_memfit.predict.predictor import weights_of
 

@@ -14,7 +14,7 @@ from test_docs import blocks
 from tiny import ROOT, read_metrics
 
 from d2_memfit import Job
-from d2_memfit.cli.commands import main
+from d2_memfit.cli.command_line import main
 from d2_memfit.techniques.registry import TECHNIQUES
 
 PROJECT = ROOT / "projects" / "ViTDet"

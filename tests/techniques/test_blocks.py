@@ -2,7 +2,7 @@
 from detector_parts import MLP, Block, Detector, SeriesHead
 from torch import nn
 
-from d2_memfit.techniques.blocks import find_blocks
+from d2_memfit.techniques.technique import find_blocks
 
 
 def test_blocks_of_transformers_and_heads():
