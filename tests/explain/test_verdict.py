@@ -24,6 +24,12 @@ def told(text, **run):
     return explain_run("run 1", LoggedRun(oom=text, **run), None).oom
 
 
+def predicted(range_gb):
+    estimate = SimpleNamespace(range_gb=range_gb, peak_allocated_gb=range_gb[0], typical_gb=None)
+    vars(estimate).update(images_per_gpu=2, assumptions=(), at_least=())
+    return Prediction(None, estimate, [])
+
+
 def test_what_others_hold_is_the_rest():
     # The driver's numbers: total 10, free 0.1; this process 9.4 with its context, so others 0.5.
     assert oom(process=9.4).held_by_others_mib == pytest.approx(0.5 * GIB)
@@ -53,9 +59,13 @@ def test_whether_the_job_fits_by_the_message_alone(text, fits):
 )
 def test_whether_the_job_fits_by_its_range_on_a_card_that_others_used(range_gb, fits):
     run = LoggedRun(oom=oom(reserved=5.0, allocated=4.5))
-    estimate = SimpleNamespace(range_gb=range_gb, peak_allocated_gb=range_gb[0], typical_gb=None)
-    vars(estimate).update(images_per_gpu=2, assumptions=(), at_least=())
-    assert explain_run("run 1", run, Prediction(None, estimate, [])).oom.fits is fits
+    assert explain_run("run 1", run, predicted(range_gb)).oom.fits is fits
+
+
+@pytest.mark.parametrize(("release", "high"), [("1.11.0", 4.8), ("1.12.1", 4.1), ("", 4.1)])
+def test_old_software_may_take_a_fifth_more(release, high):
+    told = explain_run("run 1", LoggedRun(torch=release), predicted((4, 4.1)))
+    assert told.range_mib == (4 * GIB, pytest.approx(high * GIB))
 
 
 def test_seconds_are_a_median_without_the_first_ones():
