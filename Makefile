@@ -1,6 +1,7 @@
 # make demo   trains a Mask R-CNN on photographs of coins, evaluates it, and draws what it found
 # make test   runs the test suite, in about 8 minutes on two cores
 # make test-slow  runs the tests of more than 5 seconds each: real runs, endings, kills, dry runs
+# make prose  writes the sentences that have changed to tests/prose.txt (git diff shows them)
 # make docs   makes a site of the documentation, with Python 3.11 or later: open
 #             build/site/index.html, or, so that its search works too, the address that
 #             `python3 -m http.server --directory build/site` says
@@ -16,7 +17,7 @@ PROCESSES ?= 2
 
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: venv demo test test-slow lint types docs
+.PHONY: venv demo test test-slow prose lint types docs
 
 PYTEST = "$(VENV)/bin/python" -m pytest -n $(PROCESSES) --dist worksteal
 
@@ -28,6 +29,9 @@ test: venv
 
 test-slow: venv
 	$(PYTEST) -m "slow and not sweep" $(PYTEST_ARGS)
+
+prose: venv
+	"$(VENV)/bin/python" -m pytest tests --prose -q $(PYTEST_ARGS)
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 "$(VENV)/bin/python" -m mkdocs build --strict

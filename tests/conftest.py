@@ -3,6 +3,7 @@ import gc
 import itertools
 import logging
 import os
+import re
 import signal
 import sys
 from contextlib import nullcontext
@@ -22,10 +23,54 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell's job in 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = itertools.count()
+_PROSE = Path(__file__).with_name("prose.txt")
+_HEAD, *_entries = _PROSE.read_text().rstrip("\n").split("\n\n== ")
+_SENTENCES = dict(entry.split("\n", 1) for entry in _entries)
 
 _ROOT = Path(__file__).resolve().parents[1]
 for folder in (*sorted(_ROOT.glob("projects/*")), _ROOT / "tools"):
     sys.path.insert(0, str(folder))  # scripts import what lies beside them
+
+
+def pytest_addoption(parser):
+    parser.addoption("--prose", action="store_true", help="write tests/prose.txt anew")
+
+
+@pytest.hookimpl(tryfirst=True)  # of all tests, also of those that -k and -m leave out
+def pytest_collection_modifyitems(config, items):
+    """Which sentences no test asks for: those whose file is gone, or was collected whole."""
+    names = {item.nodeid: "prose" in item.fixturenames for item in items}
+    files = {name.partition("::")[0] for name in names if not any("::" in a for a in config.args)}
+    config.unasked = [
+        name
+        for name, file in ((name, name.partition("::")[0]) for name in _SENTENCES)
+        if not names.get(name) and (file in files or not (_ROOT / file).exists())
+    ]
+    if config.option.prose:
+        items[:] = [item for item in items if names[item.nodeid]]
+
+
+def pytest_sessionfinish(session, exitstatus):
+    if session.config.option.prose and not exitstatus:
+        asked = {n: s for n, s in sorted(_SENTENCES.items()) if n not in session.config.unasked}
+        _PROSE.write_text("\n\n== ".join((_HEAD, *map("\n".join, asked.items()))) + "\n")
+
+
+@pytest.fixture
+def prose(request, tmp_path):
+    """Compares whole sentences with those of tests/prose.txt, once in a test."""
+
+    def compare(text, **places):
+        for name, place in {"tmp_path": tmp_path, "root": _ROOT, **places}.items():
+            text = text.replace(str(place), f"{{{name}}}")
+        text = "\n".join(map(str.rstrip, text.strip().splitlines()))
+        written = _SENTENCES.get(request.node.nodeid, "")
+        if not re.fullmatch(".*".join(map(re.escape, written.split("[...]"))), text, re.DOTALL):
+            if not request.config.option.prose:
+                assert text == written, "if these words are meant: make prose"
+            _SENTENCES[request.node.nodeid] = text
+
+    return compare
 
 
 @pytest.fixture(scope="session", autouse=True)

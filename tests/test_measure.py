@@ -40,13 +40,13 @@ def records(file):
     return {record["item"]: record for record in map(json.loads, file.open())}
 
 
-def test_each_item_has_a_process_and_a_record_and_is_measured_once(processes, tmp_path):
+def test_each_item_has_a_process_and_a_record_and_is_measured_once(prose, processes, tmp_path):
     _, started = processes
     file = tmp_path / "new" / "card.jsonl"
     run = partial(measure_gpu, "cuda:0", 60, file)
     *_, table = run(items="images")
     assert [*records(file)] == started == [item for item in ITEMS if "images" in item]
-    assert f"{2:11.2f} {3:13.2f} {1.5:21.2f}  {started[0]}" in table
+    prose(table)
     started.clear()
     *_, table = run()
     assert "device" in started
@@ -92,10 +92,11 @@ def test_at_the_time_limit_the_item_is_ended_and_measured_next_time(
     assert started == [*ITEMS[3:]]
 
 
-def test_a_device_that_does_not_answer_is_an_error_and_has_no_record(processes, tmp_path):
+def test_a_device_that_does_not_answer_is_an_error_and_has_no_record(prose, processes, tmp_path):
     processes[0]["device"] = "raise RuntimeError('Found no NVIDIA driver')"
-    with pytest.raises(ConfigError, match=r"cuda:0 cannot be used: .*Found no NVIDIA"):
+    with pytest.raises(ConfigError, match="cuda:0") as e:
         [*measure_gpu("cuda:0", 60, tmp_path / "card.jsonl")]
+    prose(str(e.value))
     assert not (tmp_path / "card.jsonl").exists()
 
 

@@ -53,7 +53,9 @@ def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, ca
     ],
     ids=lambda command: command[0],
 )
-def test_what_one_process_does_is_not_done_by_each_of_torchruns(monkeypatch, capsys, command):
+def test_what_one_process_does_is_not_done_by_each_of_torchruns(
+    prose, monkeypatch, capsys, command
+):
     names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in names:
         monkeypatch.setenv(name, "0")
@@ -61,8 +63,7 @@ def test_what_one_process_does_is_not_done_by_each_of_torchruns(monkeypatch, cap
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit, match="2"):
         main(command)
-    expected = f"error: {command[0]} runs in one process: start it without torchrun\n"
-    assert capsys.readouterr().err == expected
+    prose(capsys.readouterr().err)
 
 
 def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, capsys):
@@ -253,52 +254,43 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    "args",
     [
-        (["plan", "--budget", "0"], "MEMFIT.BUDGET_GB must be a number of GB above 0"),
-        (["plan"], "a plan needs a budget: --budget with a number of GB, such as 5.2"),
-        (["plan", "--card", "6GB", "--budget", "5"], "--card 6GB and --budget 5: give only one"),
-        (
-            ["plan", "--card", "6GB", "--device", "cpu", "MEMFIT.BUDGET_GB", "5"],
-            "--card 6GB and MEMFIT.BUDGET_GB: give only one",
-        ),
-        (
-            ["estimate", "--coco", "a", "b", "c", "--coco", "a", "b", "d"],
-            "--coco 'a' is given twice",
-        ),
-        (["plan", "--budget", "6", "--allow", "all"], "allow must be some of exact, precision, re"),
-        (["estimate", "--device", "v10"], "there is no device 'v10' (did you mean v100 or "),
-        (["estimate", "--device", "cpu", "--probe"], "--probe runs the largest batch on a GPU"),
-        (["estimate", "--num-gpus", "0"], "num_gpus must be a positive integer, got 0"),
-        (["estimate", "MODEL.BACKBONE.NAME", "x"], "does not run (KeyError: "),
-        (
-            ["estimate", "--project", "fractions:Fraction"],
-            "Fraction could not add a project's keys to the config (TypeError: ",
-        ),
-        (["estimate", "--project", "no.such:add"], "cannot be imported (ModuleNotFoundError: "),
-        (["predict"], "--input: name an image, a video or a folder of them. Or leave it out and n"),
+        "plan --budget 0",
+        "plan",
+        "plan --card 6GB --budget 5",
+        "plan --card 6GB --device cpu MEMFIT.BUDGET_GB 5",
+        "estimate --coco a b c --coco a b d",
+        "plan --budget 6 --allow all",
+        "estimate --device v10",
+        "estimate --device cpu --probe",
+        "estimate --num-gpus 0",
+        "estimate MODEL.BACKBONE.NAME x",
+        "estimate --project fractions:Fraction",
+        "estimate --project no.such:add",
+        "predict",
     ],
 )
-def test_bad_input_is_one_line(config_file, capsys, args, message):
-    with pytest.raises(SystemExit) as e:
-        main([args[0], "--config-file", config_file, *args[1:]])
-    assert e.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if line.startswith("error: ") and message in line], lines
+def test_bad_input_is_one_line(config_file, prose, capsys, args):
+    command, *options = args.split(" ")
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--config-file", config_file, *options])
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    prose(line)
 
 
-def test_each_answer_ends_with_the_next_command(config_file, tmp_path, capsys):
+def test_each_answer_ends_with_the_next_command(config_file, prose, tmp_path, capsys):
     """The commands of the answers, one after the other, as a user would paste them."""
     job = ["--config-file", config_file, "--num-gpus", "2", "--instances", "3"]
     main(["estimate", *job, "SOLVER.MAX_ITER", "7"])
-    plan = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    estimated = capsys.readouterr().out.splitlines()
+    plan = shlex.split(estimated[-1])
     assert plan[:2] == ["d2-memfit", "plan"]
     assert plan[-2:] == ["SOLVER.MAX_ITER", "7"]
     file = str(tmp_path / "plan.yaml")
     main([file if word == "plan.yaml" else word for word in plan[1:]])
-    *_, written, next_step, train = capsys.readouterr().out.splitlines()
-    assert (written, next_step) == (f"Written: {file}", "Next, train it:")
-    assert train == f"  d2-memfit train --config-file {file} --num-gpus 2"
+    planned = capsys.readouterr().out.splitlines()
+    prose("\n".join((estimated[0], planned[0], *planned[-3:])))
     assert load_cfg(file).SOLVER.MAX_ITER == 7
     main(plan[1 : plan.index("--output")])
     again = shlex.split(capsys.readouterr().out.splitlines()[-1])

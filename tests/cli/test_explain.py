@@ -76,11 +76,9 @@ def test_python_has_the_same_runs(write):
     assert (run.name, run.card, run.ended) == ("run 1", "Made Up GPU 9000", "running")
 
 
-def test_the_last_run_that_died_is_explained(write, capsys):
+def test_the_last_run_that_died_is_explained(prose, write, capsys):
     main(["explain", write([*messages(TRACEBACK + OOM), *messages()])])
-    text = capsys.readouterr().out
-    assert text.startswith("It ran out of memory after some iterations")
-    assert "\nThis is run 1 of 2 in the log: --details lists them\n" in text
+    prose(capsys.readouterr().out)
 
 
 def test_the_commands_lead_from_a_log_to_a_plan(write, tmp_path, capsys):
@@ -161,27 +159,16 @@ def test_an_existing_file_is_not_said_to_be_replaced_when_nothing_is_written(
 
 
 @pytest.mark.parametrize(
-    ("args", "error"),
-    [
-        (["--card", "Voodoo 2"], "--card: 'Voodoo 2' is not known"),
-        (["--project", "nobody:x"], "No module named 'nobody'"),
-        (["--trainer", "os:Trainer"], "no attribute 'Trainer'"),
-    ],
+    "option", [("--card", "Voodoo 2"), ("--project", "nobody:x"), ("--trainer", "os:Trainer")]
 )
-def test_options_that_cannot_be_are_one_line(write, capsys, args, error):
+def test_options_that_cannot_be_are_one_line(prose, write, capsys, option):
     unknown = messages(MODEL__META_ARCHITECTURE="Mine")  # also where no plan could be made
-    assert error in refused(capsys, write(unknown), *args)
+    prose(refused(capsys, write(unknown), *option))
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("", "has no line about an iteration"),
-        ("a poem", "shows no training with Detectron2"),
-    ],
-)
-def test_what_is_not_a_log_is_one_line(write, capsys, text, error):
-    assert error in refused(capsys, write(text))
+@pytest.mark.parametrize("text", ["", "a poem"])
+def test_what_is_not_a_log_is_one_line(prose, write, capsys, text):
+    prose(refused(capsys, write(text)))
 
 
 def test_a_config_file_that_runs_code_is_not_loaded(write, tmp_path, capsys):

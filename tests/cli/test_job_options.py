@@ -172,21 +172,17 @@ def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    "words",
     [
-        (
-            ["--config-file", "lazy.py", "--trainer", "a:B"],
-            "--trainer only works with yaml configs",
-        ),
-        (["--config-file", "lazy.py", "train.no"], "cannot be overrides of lazy.py"),
-        (["--config-file", "tiny.yaml", "--trainer", "project_of_test:T"], "no attribute 'T'"),
-        (["--config-file", "tiny.yaml", "--trainer", "nowhere:C"], "add --project FOLDER"),
+        "lazy.py --trainer a:B",
+        "lazy.py train.no",
+        "tiny.yaml --trainer project_of_test:T",
+        "tiny.yaml --trainer nowhere:C",
     ],
 )
-def test_bad_input_is_one_line(folder, capsys, arguments, message):
-    with pytest.raises(SystemExit) as e:
-        main(["estimate", *arguments])
-    assert e.value.code == 2
+def test_bad_input_is_one_line(folder, prose, capsys, words):
+    with pytest.raises(SystemExit, match="2"):
+        main(["estimate", "--config-file", *words.split(" ")])
     printed = capsys.readouterr().err
-    assert message in printed
     assert printed.count("\n") == 1
+    prose(printed)

@@ -100,26 +100,26 @@ def test_two_ranks(arguments, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        (["train.accumulation_steps=0"], "SOLVER.ACCUMULATION_STEPS must be a positive integer"),
-        (["+train.memfit.micro_batch=1.5"], "MEMFIT.MICRO_BATCH must be a positive integer or"),
-        (["+train.memfit.head.chunk_size=1"], "there is no config key MEMFIT.HEAD.CHUNK_SIZE (did"),
-        (["+train.oom.policy=split"], "train.oom is not read: it is called train.memfit.oom"),
-        (["+train.memfit.host.budget_gb=1"], "train.memfit.host.budget_gb cannot be used"),
-        (["--hold-out", "0.2"], "--hold-out only works with yaml configs. A LazyConfig itself"),
-        (["--config-file", "no.py"], "--config-file 'no.py' does not exist"),
-        (["train.max_iter=2", "--resume"], "'train.max_iter=2 --resume' cannot be overrides of "),
+        "train.accumulation_steps=0",
+        "+train.memfit.micro_batch=1.5",
+        "+train.memfit.head.chunk_size=1",
+        "+train.oom.policy=split",
+        "+train.memfit.host.budget_gb=1",
+        "--hold-out 0.2",
+        "--config-file no.py",
+        "train.max_iter=2 --resume",
     ],
 )
-def test_bad_input_is_one_line(arguments, tmp_path, capsys, options, message):
-    is_option = options[0] == "--config-file"
-    with pytest.raises(SystemExit) as e:
-        run(*(options if is_option else arguments + options))
-    assert e.value.code == 2
+def test_bad_input_is_one_line(arguments, prose, tmp_path, capsys, options):
+    words = options.split(" ")
+    with pytest.raises(SystemExit, match="2"):
+        run(*(words if words[0] == "--config-file" else arguments + words))
     printed = capsys.readouterr().err
-    assert printed.startswith(f"error: {message}")
+    assert printed.startswith("error: ")
     assert printed.count("\n") == 1
+    prose(printed)
     assert not (tmp_path / "output").exists()
 
 

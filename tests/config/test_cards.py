@@ -48,18 +48,12 @@ def test_a_size_alone_is_a_preset(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "is not known. There are 4GB, 5GB"),
-        ("RTX 3061", r"is not known \(did you mean RTX 3060"),
-        ("A100 40GB MIG 1g.5gb", "is not known"),
-        ("RTX 3060 7GB", "is not known. GeForce RTX 3060 comes with 12GB, 8GB. .* --budget takes"),
-        ("Apple M3 16GB", r"NVIDIA's cards\. For others, .* --budget .*docs/MACHINES\.md"),
-    ],
+    "text", ["", "RTX 3061", "A100 40GB MIG 1g.5gb", "RTX 3060 7GB", "Apple M3 16GB"]
 )
-def test_others_are_refused_with_what_to_type(text, message):
-    with pytest.raises(ConfigError, match=message):
+def test_others_are_refused_with_what_to_type(prose, text):
+    with pytest.raises(ConfigError, match=f"'{text}'") as e:
         settings_of_card(text)
+    prose(str(e.value))
 
 
 def test_the_table_has_a_hundred_cards_and_each_name_once():

@@ -38,25 +38,27 @@ def test_a_frozen_config_is_not_changed():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value"),
     [
-        ("MEMFIT.MICROBATCH", "2", r"MICROBATCH \(did you mean MEMFIT\.MICRO_BATCH"),
-        ("solver.ims_per_batch", "2", r"\(did you mean SOLVER\.IMS_PER_BATCH"),
-        ("INPUT.MIN_SIZE_TRAIN", "640", r"of type tuple, got 640\. Write \"\(800,\)\""),
-        ("MEMFIT.OOM.ALLOW_RESIZE", "True", r"MEMFIT.OOM.ALLOW_RESIZE.* CHANGELOG.md"),
+        ("MEMFIT.MICROBATCH", "2"),
+        ("solver.ims_per_batch", "2"),
+        ("INPUT.MIN_SIZE_TRAIN", "640"),
+        ("MEMFIT.OOM.ALLOW_RESIZE", "True"),
     ],
 )
-def test_a_wrong_override_is_answered_with_the_right_one(key, value, message):
-    with pytest.raises(ConfigError, match=message):
+def test_a_wrong_override_is_answered_with_the_right_one(prose, key, value):
+    with pytest.raises(ConfigError, match=key) as e:
         load_cfg("", [key, value])
+    prose(str(e.value))
 
 
 @pytest.mark.parametrize("text", ["open(1)", "[].__class__"])
-def test_code_in_a_file_is_not_run(tmp_path, text):
+def test_code_in_a_file_is_not_run(prose, tmp_path, text):
     file = tmp_path / "wrong.yaml"
     file.write_text(f'OUTPUT_DIR: !!python/object/apply:eval ["{text}"]\n')
-    with pytest.raises(ConfigError, match=r"wrong\.yaml: only arithmetic is computed"):
+    with pytest.raises(ConfigError, match=str(file)) as e:
         load_cfg(str(file))
+    prose(str(e.value))
 
 
 def test_every_config_of_detectron2s_zoo_loads_without_running_code():
@@ -74,7 +76,7 @@ def test_every_config_of_detectron2s_zoo_loads_without_running_code():
         yaml.safe_load('!!python/object/apply:eval ["1 + 1"]')  # elsewhere it stays an error
 
 
-def test_all_that_is_wrong_in_file_and_command_is_said_at_once(tmp_path):
+def test_all_that_is_wrong_in_file_and_command_is_said_at_once(prose, tmp_path):
     file = tmp_path / "wrong.yaml"
     file.write_text("SEED: one\nNO_SUCH: 1\nMEMFIT: {OOM: {POLICY: never}}\n")
     opts = ["SOLVER.MAX_ITER", 10**30, "SOLVER.BASE_LR", "1e999", "MEMFIT.MICRO_BATCH", 0]
@@ -86,6 +88,7 @@ def test_all_that_is_wrong_in_file_and_command_is_said_at_once(tmp_path):
     wrong = ["SEED", "NO_SUCH", "MEMFIT.OOM.POLICY", *opts[::2], "SOLVER.IMS_PER_BATCH", "MODEL"]
     assert len(lines) == len(wrong)
     assert all(any(key in line for line in lines) for key in wrong)
+    prose(str(e.value))
 
 
 NAN, INFINITY = float("nan"), float("inf")
@@ -104,18 +107,18 @@ NAN, INFINITY = float("nan"), float("inf")
         ("MEMFIT.MICRO_BATCH", INFINITY),
     ],
 )
-def test_numbers_that_are_not_finite_or_too_large_are_refused(key, value):
-    with pytest.raises(ConfigError, match=key):
+def test_numbers_that_are_not_finite_or_too_large_are_refused(prose, key, value):
+    with pytest.raises(ConfigError, match=key) as e:
         check_settings(with_settings(get_cfg(), {key: value}))
+    prose(str(e.value))
 
 
-def test_unknown_keys_are_found_that_no_merge_has_seen():
+def test_unknown_keys_are_found_that_no_merge_has_seen(prose):
     cfg = get_cfg()
     cfg.MEMFIT.MICROBATCH = 1
-    with pytest.raises(
-        ConfigError, match=r"no config key MEMFIT\.MICROBATCH \(did you mean MEMFIT\.MICRO"
-    ):
+    with pytest.raises(ConfigError, match=r"MEMFIT\.MICROBATCH") as e:
         check_settings(cfg)
+    prose(str(e.value))
 
 
 @pytest.mark.parametrize("value", [5.5, "auto", None, 7])

@@ -26,26 +26,18 @@ def test_detectron2s_zoo_is_found_as_detectron2_finds_it():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    "name",
     [
-        ("", r"--config-file: name a config of the zoo, such as COCO-InstanceSeg.*3x\.yaml, or a"),
-        (
-            "mask_rcnn_R_50_FPN_3x",
-            rf"exist, .* \(did you mean {MASK}\.yaml\?\)\. An example is CO",
-        ),
-        (
-            "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_9x",
-            r"'COCO.*9x' does not.*\(did you mean ",
-        ),
-        (
-            "no/such.yaml",
-            r"'no/such\.yaml' does not exist, as a file or as a config of the zoo\. A",
-        ),
+        "",
+        "mask_rcnn_R_50_FPN_3x",
+        "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_9x",
+        "no/such.yaml",
     ],
 )
-def test_what_is_not_there_is_answered_with_an_example(name, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_not_there_is_answered_with_an_example(prose, name):
+    with pytest.raises(ConfigError, match=f"--config-file.*{name}") as e:
         find_config_file(name)
+    prose(str(e.value))
 
 
 def test_keys_of_the_zoo_are_not_the_users(tmp_path):

@@ -30,14 +30,11 @@ def test_float32_leaves_autocast_as_it_is():
         assert torch.is_autocast_enabled("cpu")
 
 
-def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'float32', 'float16' or 'bfloat16', got 'float8'"):
-        Precision("float8", "cpu")
-
-
-def test_a_device_without_mixed_precision_is_named():
-    with pytest.raises(ConfigError, match=r"float16: .*device meta.*SOLVER\.AMP\.ENABLED False"):
-        Precision("float16", "meta")
+@pytest.mark.parametrize(("name", "device"), [("float8", "cpu"), ("float16", "meta")])
+def test_a_precision_that_is_unknown_or_that_a_device_has_not_is_named(prose, name, device):
+    with pytest.raises(ConfigError, match=name) as e:
+        Precision(name, device)
+    prose(str(e.value))
 
 
 @pytest.mark.gpu

@@ -31,67 +31,55 @@ def of_lazy(**train):
     return Job.from_lazy(lazy_config(**train))
 
 
-STEPS = "must be a positive integer up to 1000000, got 0"
-SIZE = "must be a positive integer or None, got 1.5"
-POLICY = "must be 'raise' or 'split', got 'wait'"
+STEPS, SIZE, POLICY = "SOLVER.ACCUMULATION_STEPS", "MEMFIT.MICRO_BATCH", "MEMFIT.OOM.POLICY"
 WAYS = {
     "yacs": (
         lambda: of_cfg(SOLVER__ACCUMULATION_STEPS=0, MEMFIT__MICRO_BATCH=1.5),
-        [f"SOLVER.ACCUMULATION_STEPS {STEPS}", f"MEMFIT.MICRO_BATCH {SIZE}"],
+        [SIZE, STEPS],
     ),
     "LazyConfig": (
         lambda: of_lazy(accumulation_steps=0, memfit={"micro_batch": 1.5}),
-        [f"SOLVER.ACCUMULATION_STEPS {STEPS}", f"MEMFIT.MICRO_BATCH {SIZE}"],
+        [SIZE, STEPS],
     ),
     "a Job of pieces": (
         lambda: pieces(accumulation_steps=0, micro_batch_size=1.5),
-        [f"SOLVER.ACCUMULATION_STEPS {STEPS}", f"MEMFIT.MICRO_BATCH {SIZE}"],
+        [SIZE, STEPS],
     ),
     "a trainer": (
         lambda: trainer(accumulation_steps=0, micro_batch_size=1.5),
-        [f"SOLVER.ACCUMULATION_STEPS {STEPS}", f"MEMFIT.MICRO_BATCH {SIZE}"],
+        [SIZE, STEPS],
     ),
     "nodes of a Job": (
         lambda: pieces(memfit={"oom": {"policy": "wait"}, "heads": {"chunk_size": 1.5}}),
-        [f"MEMFIT.OOM.POLICY {POLICY}", f"MEMFIT.HEADS.CHUNK_SIZE {SIZE}"],
+        ["MEMFIT.HEADS.CHUNK_SIZE", POLICY],
     ),
     "an unknown key of a Job": (
         lambda: pieces(memfit={"oom": {"last_resor": "skip"}}),
-        ["there is no config key MEMFIT.OOM.LAST_RESOR (did you mean MEMFIT.OOM.LAST_RESORT"],
+        ["MEMFIT.OOM.LAST_RESOR"],
     ),
-    "options": (
-        lambda: RecoveryOptions(last_resort="x"),
-        ["MEMFIT.OOM.LAST_RESORT must be 'raise', 'resize' or 'skip', got 'x'"],
-    ),
+    "options": (lambda: RecoveryOptions(last_resort="x"), ["MEMFIT.OOM.LAST_RESORT"]),
     "values and keys of a LazyConfig": (
         lambda: of_lazy(max_iter=10**12, memfit={"oom": {"x": 1}, "micro_batch": 1.5}),
-        [
-            "SOLVER.MAX_ITER must be a positive integer up to 1000000000, got 1000000000000",
-            f"MEMFIT.MICRO_BATCH {SIZE}",
-            "there is no config key MEMFIT.OOM.X",
-        ],
+        [SIZE, "SOLVER.MAX_ITER", "MEMFIT.OOM.X"],
     ),
-    "relations": (
-        lambda: of_lazy(memfit={"plan": {"enabled": True}}),
-        ["MEMFIT.PLAN.ENABLED needs a MEMFIT.BUDGET_GB, or a MEMFIT.PRESET"],
-    ),
+    "relations": (lambda: of_lazy(memfit={"plan": {"enabled": True}}), ["MEMFIT.PLAN.ENABLED"]),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_that_is_wrong_comes_at_once_in_the_words_of_the_user(way):
-    make, expected = WAYS[way]
+def test_all_that_is_wrong_comes_at_once_in_the_words_of_the_user(prose, way):
+    make, keys = WAYS[way]
     with pytest.raises(ConfigError) as e:
         make()
-    lines = one_line(e.value).split("\n")
-    assert len(lines) == len(expected)
-    for line, text in zip(sorted(lines), sorted(expected)):
-        assert line.startswith(text)
+    lines = sorted(one_line(e.value).split("\n"))
+    assert len(lines) == len(keys)
+    assert all(key in line for key, line in zip(keys, lines))
+    prose("\n".join(lines))
 
 
 def test_a_wrong_value_hides_only_what_depends_on_it():
     cfg = get_cfg()
-    cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.ENABLED = 0, -1, True
+    cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.ENABLED = -1, -1, True
     with pytest.raises(ConfigError) as e:
         check_settings(cfg, 3)
     assert [line.split()[0] for line in str(e.value).split("\n")] == [
@@ -120,11 +108,12 @@ def test_an_evaluation_does_not_read_the_keys_of_training():
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH = 0, 3
     assert Settings.from_cfg(cfg, 2, trains=False).recovery is None
     cfg.MEMFIT.OOM.POLICY = "never"
-    with pytest.raises(ConfigError, match=r"MEMFIT\.OOM\.POLICY must be 'raise' or 'split'"):
+    with pytest.raises(ConfigError, match=POLICY):
         Settings.from_cfg(cfg, 2, trains=False)
 
 
-def test_only_counts_that_are_known_divide_losses():
+def test_only_counts_that_are_known_divide_losses(prose):
     assert NormalizerOptions(losses=[["*", "sum"]]).losses == [["*", "sum"]]
-    with pytest.raises(ConfigError, match=r'or "sum", such as .*, got \[\['):
+    with pytest.raises(ConfigError, match=r"MEMFIT\.NORMALIZERS\.LOSSES") as e:
         NormalizerOptions(losses=[["a", "x"]])
+    prose(str(e.value))

@@ -48,29 +48,30 @@ def set_in_first(key, field, value):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda coco: coco.update(images=[]), "empty: the list 'images'"),
-        (crowd_only, "empty: .* no annotations, except of crowds"),
-        (lambda coco: coco["images"][0].pop("id"), "'images' .* has an entry without id"),
-        (set_in_first("annotations", "category_id", 9), "category_id 9, but nothing has that id"),
-        (set_in_first("annotations", "id", 2), "'annotations' .* has the id 2 more than once"),
-        (set_in_first("images", "file_name", "no.png"), r"1 of \d+ images do not exist"),
-        (set_in_first("images", "height", 5), r"entry says \(\d+, 5\)"),
-        (set_in_first("annotations", "bbox", None), r"the bbox None with the id 1, which is not"),
-        (set_in_first("annotations", "bbox", [1, 2, 3, float("nan")]), r"nan\] with the id 1,"),
-        (set_in_first("categories", "name", 7), "has the name 7 with the id 1, which is not a te"),
-        (lambda coco: coco["categories"].append({"id": "x", "name": "note"}), "use one type"),
+        lambda coco: coco.update(images=[]),
+        crowd_only,
+        lambda coco: coco["images"][0].pop("id"),
+        set_in_first("annotations", "category_id", 9),
+        set_in_first("annotations", "id", 2),
+        set_in_first("images", "file_name", "no.png"),
+        set_in_first("images", "height", 5),
+        set_in_first("annotations", "bbox", None),
+        set_in_first("annotations", "bbox", [1, 2, 3, float("nan")]),
+        set_in_first("categories", "name", 7),
+        lambda coco: coco["categories"].append({"id": "x", "name": "note"}),
     ],
+    ids=range(11),
 )
-def test_a_coco_file_that_cannot_be_trained_on_is_explained(coins, tmp_path, change, message):
+def test_a_coco_file_that_cannot_be_trained_on_is_explained(prose, coins, tmp_path, change):
     file = tmp_path / "broken.json"
     coco = json.loads((coins / "val.json").read_text())
     change(coco)
     file.write_text(json.dumps(coco))
-    with pytest.raises(DataError, match=message) as e:
+    with pytest.raises(DataError, match="dataset broken") as e:
         check_coco_file("broken", str(file), str(coins / "val"), for_training=True)
-    assert "dataset broken" in str(e.value)
+    prose(str(e.value), coins=coins)
 
 
 def test_a_dataset_to_evaluate_on_needs_no_annotations(coins, tmp_path):

@@ -80,36 +80,31 @@ def test_nothing_is_said_of_what_is_good():
     assert warnings_of(anywhere) == []
 
 
-BAD_BOX = "boxes have a NaN, an infinity or no area"
-BAD_MASK = "masks are not polygons of pairs of numbers, and not run-length codes of"
-BAD_POLYGON = "objects have a polygon with a corner that is NaN"
-NO_BOX = "objects have a bbox that is not four numbers"
-BAD_CLASS = "objects have a category_id that is not an integer from 0 up"
 WRONG = [
-    ({"bbox": [NAN, 1, 2, 3]}, BAD_BOX),
-    ({"bbox": [9, 9, 4, 3], "bbox_mode": BoxMode.XYXY_ABS}, BAD_BOX),
-    ({"bbox": [12, 9, 20, 18]}, "boxes exceed their image, but would fit it as [x0, y0, x1, y1]"),
-    ({"bbox": [40, 9, 5, 5]}, "boxes exceed their image. Detectron2's"),
-    ({"bbox": [0.1, 0.2, 0.5, 0.5]}, "boxes have numbers from 0 to 1"),
-    ({"bbox": [9, 9, 4]}, NO_BOX),
-    ({"bbox": "9 9 4 4"}, NO_BOX),
-    ({"category_id": 2}, "objects have a category_id outside 0 to 1 (2), while MODEL.ROI_HEADS."),
-    ({"category_id": "coin"}, BAD_CLASS),
-    ({"segmentation": ...}, "objects have no mask"),
-    ({"segmentation": [[*TRIANGLE, 1]]}, BAD_MASK),
-    ({"segmentation": code_of()}, "masks are run-length codes. Set it to bitmask"),
-    ({"segmentation": code_of((30, 20))}, BAD_MASK),
-    ({"segmentation": {"size": [20, 30], "counts": b"`4X"}}, BAD_MASK),  # cut off
-    ({"segmentation": [[10**400, *TRIANGLE[1:]]]}, BAD_POLYGON),
+    {"bbox": [NAN, 1, 2, 3]},
+    {"bbox": [9, 9, 4, 3], "bbox_mode": BoxMode.XYXY_ABS},
+    {"bbox": [12, 9, 20, 18]},
+    {"bbox": [40, 9, 5, 5]},
+    {"bbox": [0.1, 0.2, 0.5, 0.5]},
+    {"bbox": [9, 9, 4]},
+    {"bbox": "9 9 4 4"},
+    {"category_id": 2},
+    {"category_id": "coin"},
+    {"segmentation": ...},
+    {"segmentation": [[*TRIANGLE, 1]]},
+    {"segmentation": code_of()},
+    {"segmentation": code_of((30, 20))},
+    {"segmentation": {"size": [20, 30], "counts": b"`4X"}},  # cut off
+    {"segmentation": [[10**400, *TRIANGLE[1:]]]},
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG, ids=str)
-def test_a_fault_is_counted_and_the_first_is_named(change, message):
-    (line,) = [w for w in warnings_of(dicts_of(annotation(**change))) if message in w]
-    assert f"1 of 4 {message}" in line
+@pytest.mark.parametrize("change", WRONG, ids=" ".join)
+def test_a_fault_is_counted_and_the_first_is_named(prose, change):
+    (line,) = warnings_of(dicts_of(annotation(**change)))
     assert "object 0 of b.png" in line
     assert "\n" not in line
+    prose(line)
 
 
 def test_it_is_an_error_if_most_boxes_are_wrong():
@@ -162,16 +157,17 @@ def save_turned(image, file):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "save", "message"),
+    ("suffix", "save"),
     [
-        ("png", lambda image, file: None, "1 of 2 images do not exist"),
-        ("png", lambda image, file: file.write_bytes(b""), "1 of 2 opened images cannot be"),
-        ("jpg", lambda image, file: image.resize((9, 9)).save(file), "has (9, 9) pixels of width"),
-        ("jpg", save_turned, "another size than their dict says. Detectron2 rotates"),
-        ("png", save_turned, "another size than their dict says"),
+        ("png", lambda image, file: None),
+        ("png", lambda image, file: file.write_bytes(b"")),
+        ("jpg", lambda image, file: image.resize((9, 9)).save(file)),
+        ("jpg", save_turned),
+        ("png", save_turned),
     ],
+    ids=range(5),
 )
-def test_images_are_looked_into(tmp_path, suffix, save, message):
+def test_images_are_looked_into(prose, tmp_path, suffix, save):
     dicts = dicts_of(annotation())
     for number, entry in enumerate(dicts):
         file = tmp_path / f"{number}.{suffix}"
@@ -180,8 +176,7 @@ def test_images_are_looked_into(tmp_path, suffix, save, message):
     summary = look_at_annotations(dicts)
     look_at_images(summary, dicts)
     (warning,) = warnings_about(None, summary, None)
-    assert message in warning
-    assert f"1.{suffix}" in warning
+    prose(warning)
 
 
 def test_names_command_no_terminal(tmp_path):

@@ -66,23 +66,23 @@ def test_keys_and_classes_of_a_project_get_it_too_or_it_is_said(file_of, monkeyp
     assert any("the key from which MyModel takes it" in note for note in notes)
 
 
-def test_a_number_of_classes_that_the_user_gives_must_fit(file_of):
+def test_a_number_of_classes_that_the_user_gives_must_fit(prose, file_of):
     cfg = load_cfg(MASK, ["MODEL.ROI_HEADS.NUM_CLASSES", 3])
     given = {"MODEL.ROI_HEADS.NUM_CLASSES"}
-    with pytest.raises(ConfigError, match=r"NUM_CLASSES 3 does not fit the data: .* has 2 categ"):
+    with pytest.raises(ConfigError, match="NUM_CLASSES 3") as training:
         fit_to_data(cfg, [file_of(two_classes)], [], given)
-    with pytest.raises(ConfigError, match=r"Name a file with the classes of the trained model$"):
+    with pytest.raises(ConfigError, match="NUM_CLASSES 3") as evaluation:
         fit_to_data(cfg, [], [file_of(two_classes)], given)
+    prose(f"{training.value}\n{evaluation.value}")
     cfg.MODEL.ROI_HEADS.NUM_CLASSES = 2
     assert "MODEL.ROI_HEADS.NUM_CLASSES" not in settings(cfg, [file_of(two_classes)], given=given)
 
 
-def test_what_is_trained_on_and_evaluated_on_has_the_same_classes(file_of):
+def test_what_is_trained_on_and_evaluated_on_has_the_same_classes(prose, file_of):
     one, other = file_of(name="one"), file_of(two_classes, name="other")
-    with pytest.raises(
-        DataError, match=r"one and other have different categories: coin in .*coin, n"
-    ):
+    with pytest.raises(DataError, match="one and other") as e:
         fit_to_data(load_cfg(MASK), [one], [other], ())
+    prose(str(e.value))
 
 
 def drop_segmentations(coco, num=None):
@@ -98,19 +98,21 @@ def run_length_codes(coco):
 
 
 @pytest.mark.parametrize(
-    ("change", "opts", "message"),
+    ("change", "opts", "key"),
     [
-        (drop_segmentations, [], r"MODEL.MASK_ON is True, but (\d+) of \1 objects have no mask"),
-        (run_length_codes, [], r"INPUT.MASK_FORMAT is polygon, but 1 of \d+ masks"),
-        (lambda coco: None, ["MODEL.KEYPOINT_ON", True], r"KEYPOINT_ON is True, but"),
+        (drop_segmentations, [], r"MODEL\.MASK_ON"),
+        (run_length_codes, [], r"INPUT\.MASK_FORMAT"),
+        (lambda coco: None, ["MODEL.KEYPOINT_ON", True], r"MODEL\.KEYPOINT_ON"),
     ],
+    ids=["mask", "code", "keypoint"],
 )
-def test_what_the_model_learns_from_must_be_there(file_of, change, opts, message):
-    with pytest.raises((ConfigError, DataError), match=message):
+def test_what_the_model_learns_from_must_be_there(prose, file_of, change, opts, key):
+    with pytest.raises((ConfigError, DataError), match=key) as e:
         fit_to_data(load_cfg(MASK, opts), [file_of(change)], [], ())
+    prose(str(e.value))
 
 
-def test_a_file_to_evaluate_on_has_what_pycocotools_needs(file_of):
+def test_a_file_to_evaluate_on_has_what_pycocotools_needs(prose, file_of):
     def without_area(coco):
         del coco["annotations"][0]["area"]
 
@@ -118,10 +120,11 @@ def test_a_file_to_evaluate_on_has_what_pycocotools_needs(file_of):
         del coco["annotations"][0]["segmentation"]
 
     train = file_of(name="train")
-    with pytest.raises(DataError, match=r"changed cannot be evaluated: 1 annotations .* no area"):
+    with pytest.raises(DataError, match="area") as area:
         fit_to_data(load_cfg(MASK), [train], [file_of(without_area)], ())
-    with pytest.raises(DataError, match=r"^changed, .*json: .* 1 of \d+ objects have no mask"):
+    with pytest.raises(DataError, match="mask") as mask:
         fit_to_data(load_cfg(MASK), [train], [file_of(without_a_mask)], ())
+    prose(f"{area.value}\n{mask.value}")
     fit_to_data(load_cfg(MASK), [file_of(without_area)], [train], ())  # training needs none
 
 

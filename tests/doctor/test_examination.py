@@ -2,7 +2,6 @@
 """What the doctor says of jobs that work, and of those that have something wrong."""
 
 import itertools
-import re
 
 import pytest
 import torch
@@ -72,6 +71,12 @@ class Ticking(Model):
         return super().forward(batch)
 
 
+class Later(Model):
+    def forward(self, batch):
+        losses = super().forward(batch)
+        return {**losses, "loss_later": 0 * losses["loss"]}
+
+
 class Broken(Model):
     def forward(self, batch):
         return {"loss": self.layer(batch[0]["depth"])}
@@ -103,42 +108,21 @@ def test_a_job_that_works(images):
 
 
 @pytest.mark.parametrize(
-    ("model", "what", "text"),
+    ("model", "what", "is_well"),
     [
-        (PerObject, "accumulation", "loss: "),
-        (Remembering, "recovery", "Remembering.seen, which a retry does not"),
-        (Broken, "iteration 0", "KeyError: 'depth', in tests/doctor/test_examination.py"),
+        (PerObject, "accumulation", False),
+        (Remembering, "recovery", False),
+        (Broken, "iteration 0", False),
+        (Counting, "accumulation", True),
+        (Ticking, "accumulation", True),
+        (Later, "accumulation", True),
     ],
 )
-def test_what_is_wrong_is_named(images, model, what, text):
+def test_what_is_wrong_or_counted_or_not_checked_is_named(prose, images, model, what, is_well):
     finding = findings(model, images)[what]
-    assert not finding.is_well
-    assert text in finding.text
+    assert finding.is_well is is_well
     assert "\n" not in str(finding)
-
-
-def test_counts_that_losses_are_divided_by_are_named(images):
-    found = findings(Counting, images)["accumulation"]
-    assert found.is_well
-    assert "counted over the window: " in found.text
-    assert "doctor/test_examination.py:" in found.text
-
-
-def test_a_counter_of_forwards_is_told(images):
-    finding = findings(Ticking, images)["accumulation"]
-    assert finding.is_well
-    assert "Ticking.num counts forwards, not iterations" in finding.text
-
-
-def test_a_loss_that_is_zero_is_not_called_exact(images):
-    class Later(Model):
-        def forward(self, batch):
-            losses = super().forward(batch)
-            return {**losses, "loss_later": 0 * losses["loss"]}
-
-    text = findings(Later, images)["accumulation"].text
-    assert "like one forward over all images: loss;" in text
-    assert "not checked: loss_later (it is zero for these images)" in text
+    prose(str(finding))
 
 
 def test_a_stock_model_is_well():
@@ -177,7 +161,9 @@ def test_batch_normalisation_that_is_trained_is_named(images):
     assert "loss: " in found.text
 
 
-def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_a_line_for_each_and_its_status_tells(
+    prose, tmp_path, monkeypatch, capsys
+):
     (tmp_path / "broken_project.py").write_text(
         "from detectron2.engine import DefaultTrainer\n"
         "class Trainer(DefaultTrainer):\n"
@@ -191,10 +177,4 @@ def test_the_command_prints_a_line_for_each_and_its_status_tells(tmp_path, monke
     with pytest.raises(SystemExit) as e:
         main(["doctor", "--details", "--trainer", "broken_project:Trainer", *config])
     assert e.value.code == 3
-    printed = capsys.readouterr().out
-    assert re.match(
-        r"Does not work: \d+ of \d+ checks passed, \d+ failed, \d+ could not run", printed
-    )
-    assert "ok  accumulation:" in printed
-    assert "NO  recovery: the model of this job does not run (ValueError: no such opt" in printed
-    assert "--  resume: not tested: the training dataset" in printed
+    prose(capsys.readouterr().out)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
+from detectron2.engine import hooks
 from forks import run_forked
 from saving import resumed, trainer_of
 from tiny import ROOT
@@ -135,6 +136,25 @@ def test_a_failed_save_removes_no_older_checkpoint_and_training_goes_on(tmp_path
     file = tmp_path / "model_0000002.pth"
     assert f"cannot save the checkpoint {file} ([Errno 21] Is a directory" in log.text
     assert "Training continues" in log.text
+
+
+def test_a_last_save_that_fails_is_an_error(tmp_path):
+    FullDisk.folder = tmp_path
+    _, checkpointer = trainer_of(tmp_path, checkpointer_class=FullDisk)
+    with pytest.raises(CheckpointError, match=r"model_final\.pth"):
+        checkpointer.save("model_final", iteration=2)
+
+
+def test_a_trainer_alone_goes_on_with_its_random_numbers_and_counts_an_iteration_once(tmp_path):
+    saved_run(tmp_path, 2)
+    trainer, _ = resumed(tmp_path, size=50)
+    expected, drawn, saved = torch.rand(1), [], []
+    begin = hooks.CallbackHook(before_step=lambda _: drawn.append(torch.rand(1)))
+    end = hooks.CallbackHook(after_train=lambda t: saved.append(t.state_dict()["iteration"]))
+    trainer.register_hooks([begin, end])
+    trainer.train(2, 3)
+    assert drawn == [expected]
+    assert saved == [2]
 
 
 def test_a_run_that_does_not_resume_moves_the_earlier_ones_checkpoints_aside(tmp_path, log):

@@ -25,6 +25,12 @@ def test_keys_of_other_releases_are_kept_aside():
     assert job.cfg.INPUT.MIN_SIZE_TRAIN == (96,)
 
 
+def test_the_config_of_a_log_runs_nothing(tmp_path):
+    evil = f"EVIL: !!python/object/apply:os.mkdir ['{tmp_path}/made']\n"
+    assert predict_run(LoggedRun(config_text=config_text() + evil), Help())[0] is None
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize("images", [None, 10**9])
 def test_batches_that_cannot_be(images):
     with pytest.raises(ConfigError, match="must be a positive integer up to 1000000"):

@@ -1,10 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """What a run's numbers mean: who held the card, whether it fits, seconds."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from d2_memfit.explain.records import LoggedRun, Oom
-from d2_memfit.explain.verdict import explain_run
+from d2_memfit.explain.verdict import Prediction, explain_run
 
 GIB = 1024.0
 # The least and most of a context, in MiB, of planner/estimates/ranges.py: 287, and 426 + 380.
@@ -20,6 +22,12 @@ def oom(total=10, free=0.1, allocated=8.0, reserved=9.0, tried=0.5, process=None
 
 def told(text, **run):
     return explain_run("run 1", LoggedRun(oom=text, **run), None).oom
+
+
+def predicted(range_gb):
+    estimate = SimpleNamespace(range_gb=range_gb, peak_allocated_gb=range_gb[0], typical_gb=None)
+    vars(estimate).update(images_per_gpu=2, assumptions=(), at_least=())
+    return Prediction(None, estimate, [])
 
 
 def test_what_others_hold_is_the_rest():
@@ -44,6 +52,20 @@ def test_what_others_hold_is_the_rest():
 )
 def test_whether_the_job_fits_by_the_message_alone(text, fits):
     assert told(text).fits is fits
+
+
+@pytest.mark.parametrize(
+    ("range_gb", "fits"), [((4, 8), True), ((4, 9.6), None), ((9.5, 9.7), False)]
+)
+def test_whether_the_job_fits_by_its_range_on_a_card_that_others_used(range_gb, fits):
+    run = LoggedRun(oom=oom(reserved=5.0, allocated=4.5))
+    assert explain_run("run 1", run, predicted(range_gb)).oom.fits is fits
+
+
+@pytest.mark.parametrize(("release", "high"), [("1.11.0", 4.8), ("1.12.1", 4.1), ("", 4.1)])
+def test_old_software_may_take_a_fifth_more(release, high):
+    told = explain_run("run 1", LoggedRun(torch=release), predicted((4, 4.1)))
+    assert told.range_mib == (4 * GIB, pytest.approx(high * GIB))
 
 
 def test_seconds_are_a_median_without_the_first_ones():

@@ -1,7 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """Estimates from few dry runs: lines, ranges, headroom, objects."""
 
+import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from benchmarks.detr_like import add_detr_config
@@ -9,8 +11,9 @@ from tiny import images, tiny_cfg
 
 from d2_memfit import Job, estimate_memory
 from d2_memfit.job import WorstCase
-from d2_memfit.planner.device import DeviceModel
+from d2_memfit.planner.device import DeviceModel, DeviceUse
 from d2_memfit.planner.estimate import MOST_OBJECTS, DryJob
+from d2_memfit.planner.timeline import Timeline
 
 GB, MB = 2**30, 2**20
 CUDA = DeviceModel.load("cuda")
@@ -67,19 +70,64 @@ def test_the_headroom_is_what_other_software_and_another_context_may_add():
         assert DeviceModel.load(name).margin == (share, pytest.approx(context * MB, abs=MB))
 
 
+@pytest.mark.parametrize(("between", "needed"), [(10, 100 + 6 + 206), (500, 600)])
+def test_a_budget_has_the_headroom_and_what_the_allocator_keeps(between, needed):
+    job = dry_job(tiny_cfg("retinanet", fpn=False), 1)
+    outside = Counter({"between blocks": between * MB, "context": 400 * MB})
+    use = DeviceUse(Counter(activations=100 * MB), outside)
+    assert job.budget_bytes(use) == pytest.approx((needed + 400) * MB, abs=MB)
+
+
 def test_a_range_says_what_makes_it_wider():
     cfg = tiny_cfg("mask_rcnn", device="cuda")
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = ("nobody_has_it",), ()
     unknown = estimate_memory(cfg, 1, "cuda")
     told = estimate_memory(cfg, 1, "cuda", image_size=(64, 64), num_instances=5)
     assert any("the shape of the images" in line for line in unknown.wider)
-    assert unknown.typical_gb < unknown.peak_allocated_gb
+    assert unknown.range_gb[0] < 0.94 * unknown.typical_gb < 0.94 * unknown.peak_allocated_gb
     assert not any("shape" in line for line in told.wider)
     assert told.typical_gb is None
     for e in (unknown, told):
         low, high = e.range_gb
         assert low < 0.94 * e.peak_allocated_gb
         assert high >= 1.0599 * e.peak_allocated_gb
+
+
+def test_each_thing_that_is_not_known_has_its_part_of_the_range(monkeypatch):
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
+    cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 512
+    job = dry_job(cfg, 2, batch=WorstCase((64, 64), 5))
+    worst = job.use().allocated_bytes
+    margin = 0.06 * worst
+
+    def parts(**device):
+        job.device = replace(CUDA, **device)
+        return [abs(gb * GB - worst) for gb in job.estimate().range_gb]
+
+    below, above = parts()
+    assert below > 2 * margin  # few proposals may be on objects
+    assert above == pytest.approx(margin)
+    assert parts(card_is_known=False)[1] == pytest.approx(math.hypot(margin, worst / 2))
+    gradients = job.session.gradient_bytes
+    assert parts(release_is_known=False)[1] == pytest.approx(math.hypot(margin, gradients))
+    monkeypatch.setattr(Timeline, "more_with_other_algorithms", lambda _: worst)
+    assert parts()[1] == pytest.approx(margin + worst, rel=0.05)
+    cfg = crowded_cfg()
+    cfg.DATASETS.TRAIN = ("nobody_has_it",)
+    e = dry_job(cfg, 1, image_size=(64, 64)).estimate()
+    assert "most images have fewer objects" in e.wider
+    assert e.range_gb[0] < 0.94 * e.typical_gb < 0.94 * e.peak_allocated_gb
+
+
+def test_an_evaluation_has_to_fit_too():
+    cfg = tiny_cfg("retinanet", fpn=False)
+    cfg.INPUT.MIN_SIZE_TEST = cfg.INPUT.MAX_SIZE_TEST = 2000
+    job = DryJob(Job.from_cfg(cfg, 1), CUDA)
+    training, evaluation = (job.budget_bytes(use) / GB for use in job.uses())
+    assert training < 0.9 * evaluation
+    assert not job.fits((training + evaluation) / 2)
+    assert not job.fits(evaluation - 0.01)
+    assert job.fits(evaluation + 0.01)
 
 
 @pytest.mark.parametrize(("num_images", "own"), [(1, 3), (4, 20)])

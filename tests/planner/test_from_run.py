@@ -121,6 +121,7 @@ def test_on_a_gpu_a_run_tells_what_is_outside(cfg, monkeypatch, keep):
     job = Job.from_cfg(cfg, num_instances=3, image_size=(64, 128))
     found = as_in_run(DeviceModel.load("rtx_3060"), job, keep(cfg))
     assert (found.context_mb, found.kernels_mb, found.nccl_mb) == (300, 0, (0, 0))
+    assert found.margin == (0.02, 0)  # of what was measured
     assert found.other_tensors_mb == pytest.approx(900 - 256, abs=1)
     with pytest.raises(ConfigError, match="another device"):
         as_in_run(DeviceModel.load("rtx_3070"), job, keep(cfg))

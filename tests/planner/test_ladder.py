@@ -14,7 +14,7 @@ from d2_memfit.planner import ladder as ladder_module
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.ladder import Ladder, Rung
-from d2_memfit.techniques.registry import TECHNIQUES, TIERS
+from d2_memfit.techniques.registry import TECHNIQUES, TIERS, get_technique
 
 CUDA = DeviceModel.load("cuda")
 CASE = WorstCase((320, 480), 10)
@@ -67,6 +67,13 @@ class Invented:
 
 
 @pytest.fixture
+def job():
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
+    cfg.SOLVER.IMS_PER_BATCH = 8
+    return Job.from_cfg(cfg, 1, batch=CASE)
+
+
+@pytest.fixture
 def invented(monkeypatch):
     monkeypatch.setattr(ladder_module, "DryJob", Invented)
     saved = {name: np.array([(i + 1) * 2**28]) for i, name in enumerate(BLOCKS)}
@@ -103,16 +110,46 @@ def harm(found):
 
 @pytest.mark.parametrize("prefer", ["exact", "speed"])
 @pytest.mark.parametrize("tiers", [("exact",), ("exact", "precision"), TIERS, ("precision",)])
-def test_more_memory_is_never_worse_whatever_a_rung_needs(invented, monkeypatch, tiers, prefer):
-    cfg = tiny_cfg("mask_rcnn", fpn=False)
-    cfg.SOLVER.IMS_PER_BATCH = 8
-    job = Job.from_cfg(cfg, 1, batch=CASE)
+def test_more_memory_is_never_worse_whatever_a_rung_needs(
+    invented, job, monkeypatch, tiers, prefer
+):
     for seed in range(20):
         monkeypatch.setattr(invented, "seed", seed)
         found = found_in(Ladder(Invented(job, CUDA), 1, tiers, prefer), [0.1, *range(1, 26)])
         assert found[0] == (1,)
         assert found[-1][0] == 0
         assert found == sorted(found, reverse=True), (seed, found)
+
+
+def test_what_changes_least_comes_first(invented, job):
+    ladder = Ladder(Invented(job, CUDA), 1, TIERS)
+    assert [(rung.names[-1], *rung.blocks) for rung in ladder._levels(())[2:]] == [
+        ("ActivationCheckpointing", "backbone"),
+        ("ActivationCheckpointing", "all"),
+        ("ChunkedHeads", "all"),
+        ("ActivationOffload", "all"),
+    ]
+    tiers = [get_technique(name).tier for name in ladder._leads()[-1]]
+    assert [*dict.fromkeys(tiers)] == ["precision", "recipe"]
+    assert [t.name for t in TECHNIQUES[-2:]] == ["SmallerImages", "FrozenModules"]
+
+
+def test_only_what_is_needed_stays(invented, job, monkeypatch):
+    monkeypatch.setattr(
+        invented, "fits", lambda self, *_: self.job.cfg.MEMFIT.HEADS.CHUNK_SIZE is not None
+    )
+    rung, _ = Ladder(Invented(job, CUDA), 1, ("exact",)).search()
+    assert rung.names == ("ChunkedHeads",)
+
+
+def test_blocks_that_save_most_for_their_work_are_recomputed_first(invented, job, monkeypatch):
+    """The backbone's save 0.25, 0.5, 0.75 and 1 GB of 7, and the budget is 5.3."""
+    monkeypatch.setattr(
+        invented, "fits", lambda self, *_: self.job.cfg.MEMFIT.CHECKPOINT.MODULES != []
+    )
+    monkeypatch.setattr(invented, "needs", lambda *_: 7)
+    rung, _ = Ladder(Invented(job, CUDA), 5.3, ("exact",)).search()
+    assert rung.blocks == ("backbone.2", "backbone.3")
 
 
 def found_in(ladder, budgets_gb):

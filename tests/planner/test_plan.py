@@ -92,6 +92,7 @@ def test_a_cpu_without_kernels_for_16_bits_has_no_plan_with_them(mask, monkeypat
     start = DryJob(Job.from_cfg(mask, batch=SMALL), DeviceModel.load("cpu"), evaluates=False)
     ladder = Ladder(start, 6, ["precision"])
     assert ladder._is_usable("MixedPrecision") == is_usable
+    assert not ladder._is_usable("ActivationOffload")
     said = "MixedPrecision: left out, PyTorch has no fast 16 bits on this CPU"
     assert ladder.left_out == ([] if is_usable else [said])
 

@@ -52,12 +52,14 @@ def pictures_in(output):
     return sorted(p.name for p in (output / "pictures").iterdir())
 
 
-def test_results_are_those_of_the_default_predictor(config, photographs, coins, tmp_path, capsys):
+def test_results_are_those_of_the_default_predictor(
+    prose, config, photographs, coins, tmp_path, capsys
+):
     output = tmp_path / "found"
     coco = ["--coco", "predicted_val", coins / "val.json", coins / "val"]
     predict(config, photographs, output, "--min-score", "0", *coco)
     printed = capsys.readouterr()
-    assert printed.out.startswith("2 images, ")
+    prose(printed.out)
     assert str(config.parent / "model_final.pth") in printed.err
     cfg = load_cfg(str(config))
     cfg.MODEL.WEIGHTS = str(config.parent / "model_final.pth")
@@ -216,20 +218,20 @@ def test_an_image_that_does_not_fit_is_a_line_and_fits_in_tiles(photographs, tmp
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    "args",
     [
-        (["--input", "no/folder"], "--input no/folder cannot be read (No such file or directory)"),
-        (["--input", "empty"], "--input empty has no images or videos"),
-        (["--min-score", "nan"], "--min-score must be a number from 0 to 1, got nan"),
-        (["--budget", "nan"], "MEMFIT.BUDGET_GB must be"),
-        (["--weights", "no.pth"], "the checkpoint no.pth cannot be read (No such file"),
-        (["--config-file", "untrained.yaml"], "--weights: name the file of a trained model"),
-        (["MODEL.ROI_HEADS.NUM_CLASSES", "7"], "does not fit the config: roi_heads.box_predictor."),
-        (["--coco", "two", "two.json", "images"], "MODEL.ROI_HEADS.NUM_CLASSES 1 "),
+        "--input no/folder",
+        "--input empty",
+        "--min-score nan",
+        "--budget nan",
+        "--weights no.pth",
+        "--config-file untrained.yaml",
+        "MODEL.ROI_HEADS.NUM_CLASSES 7",
+        "--coco two two.json images",
     ],
 )
 def test_what_is_wrong_is_one_line(
-    args, message, config, photographs, coins, tmp_path, monkeypatch, capsys
+    args, prose, config, photographs, coins, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
@@ -238,10 +240,10 @@ def test_what_is_wrong_is_one_line(
     two["categories"].append({"id": 7, "name": "ring"})
     (tmp_path / "two.json").write_text(json.dumps(two))
     with pytest.raises(SystemExit) as e:
-        predict(config, photographs, tmp_path / "found", *args)
+        predict(config, photographs, tmp_path / "found", *args.split(" "))
     assert e.value.code == 2
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
-    assert message in line
+    prose(line, run=config.parent)
     assert not (tmp_path / "found").exists()
 
 

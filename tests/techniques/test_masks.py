@@ -8,6 +8,7 @@ from detectron2.structures import BitMasks, Instances
 from detectron2.utils.events import EventStorage
 from injection import seed_all
 from tiny import image, relative_difference, tiny_cfg, tiny_model
+from torchvision.ops import roi_align
 
 from d2_memfit.memory import TensorMeter
 from d2_memfit.techniques.masks import MaskBits, _sharing, pack_masks, with_packed_masks
@@ -105,6 +106,9 @@ def test_crops_are_those_of_bit_masks(size):
         assert is_packed_tensor(s.tensor)
         expected = p.crop_and_resize(boxes[: len(p)], 14)
         assert torch.equal(s.crop_and_resize(boxes[: len(p)], 14), expected)
+    rois = torch.cat([index[:, None], boxes], dim=1)
+    expected, found = (roi_align(m.float()[:, None], rois, 14) for m in (plain, pack_masks(plain)))
+    assert torch.equal(found, expected)
     assert torch.equal(s.nonempty(), p.nonempty())
     assert torch.equal(s.get_bounding_boxes().tensor, p.get_bounding_boxes().tensor)
     assert torch.equal(BitMasks.cat([s, s]).tensor, BitMasks.cat([p, p]).tensor)

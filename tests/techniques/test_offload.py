@@ -51,6 +51,14 @@ def test_each_tensor_is_copied_once(monkeypatch):
     assert len(copies) == 3  # the input, what ReLU makes, and the result
 
 
+def test_weights_stay_where_they_are(monkeypatch):
+    copies = copied(monkeypatch)
+    model = torch.nn.Sequential()
+    model.part = torch.nn.Linear(1024, 1024)  # 4 MiB, which the gradient of the input needs
+    gradients(apply(model, "part"), torch.rand(1, 1024, requires_grad=True))
+    assert copies == []
+
+
 def test_a_change_in_place_is_no_other_result():
     class InPlace(torch.nn.Module):
         def __init__(self):
@@ -65,8 +73,10 @@ def test_a_change_in_place_is_no_other_result():
     model = torch.nn.Sequential()
     model.part = InPlace()
     apply(model, "part")
-    model(torch.zeros(2**20, requires_grad=True)).sum().backward()
+    x = torch.zeros(2**20, requires_grad=True)
+    model(x).sum().backward()
     assert model.part.w.grad == 2**20  # plain PyTorch cannot tell, and raises
+    assert (x.grad == 0.5).all()  # of sigmoid's result before the change
 
 
 @pytest.mark.parametrize("most", [1, 2, 4, 1000])

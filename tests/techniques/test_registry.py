@@ -15,7 +15,13 @@ from torch import nn
 from d2_memfit import Job, get_cfg, plan_memory
 from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.settings import check_settings
-from d2_memfit.techniques.registry import TECHNIQUES, TIERS, apply_techniques, get_technique
+from d2_memfit.techniques.registry import (
+    TECHNIQUES,
+    TIERS,
+    apply_techniques,
+    get_technique,
+    techniques_on,
+)
 
 NAMES = [technique.name for technique in TECHNIQUES]
 OF_YACS = [t.name for t in TECHNIQUES if t.tier == "recipe" and not t.key]
@@ -172,6 +178,13 @@ def test_a_new_one_has_a_key_and_is_applied_and_planned(mine, monkeypatch, log):
         progress=lines.append,
     )  # fmt: skip
     assert any("MyTechnique" in line for line in lines)  # it was tried
+
+
+def test_what_is_trained_is_decided_first():
+    cfg = tiny_cfg()
+    cfg.MEMFIT.FINE_TUNE.FROZEN, cfg.MEMFIT.CHECKPOINT.MODULES = ["backbone"], ["all"]
+    names = [technique.name for technique in techniques_on("model", cfg)]
+    assert names == ["FrozenModules", "ActivationCheckpointing"]
 
 
 @pytest.mark.parametrize("name", ["targets", "mask_labels"])
