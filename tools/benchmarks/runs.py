@@ -425,7 +425,7 @@ def _coverage(halves: Sequence[tuple[str, Sequence[Result]]]) -> str:
         measured = [r for r in results if r.is_measured]
         for shape in (True, False):
             of_shape = [r for r in measured if r.has_any_shape == shape]
-            rows.append([name, "not told" if shape else "fixed or told", *_inside(of_shape)])
+            rows.append([name, "not known" if shape else "fixed or known", *_inside(of_shape)])
         rows.append([name, "all", *_inside(measured)])
     header = ["repositories", "shape of photographs", "inside", "median width", "above by over 5%"]
     return markdown_table([*header, "repositories with one outside"], rows)
