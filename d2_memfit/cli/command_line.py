@@ -47,15 +47,17 @@ script: docs/YOUR_PROJECT.md
 
 
 def positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
 
 
 def height_width(text: str) -> tuple[int, int]:
-    height, width = text.lower().replace("x", ",").split(",")
-    return positive_int(height), positive_int(width)
+    sides = text.lower().replace("x", ",").split(",")
+    if len(sides) != 2:
+        what = "a height and a width in pixels, such as 800,1333"
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+    return positive_int(sides[0].strip()), positive_int(sides[1].strip())
 
 
 _FLAG: dict[str, Any] = {"action": "store_true"}

@@ -235,7 +235,8 @@ class Ladder:
         before = before or self._checkpointed
         blocks = {*blocks_of(self._start.session.model, rung.blocks[0])}
         least, few = self._least, min(self._least, 3)
-        live, saved, work = _saved_by_blocks(dry_job.whole(few))
+        timeline = dry_job.whole(few) if least == few else dry_job.run(few)
+        live, saved, work = _saved_by_blocks(timeline)
         need, peak = dry_job.budget_bytes(dry_job.use(least)), live.argmax()
         most = last = live.max()
         order = [name for name in saved if name in blocks and saved[name][peak]]

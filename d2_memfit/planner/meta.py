@@ -15,7 +15,6 @@ __all__ = ["is_fake", "make_fake", "make_real", "on_meta"]
 
 _MOST_ANSWERS = 50_000  # some 60 MB
 
-_META = torch.device("meta")
 _empty_strided = torch.empty_strided  # cuda_as_cpu would replace it, which takes time
 
 _answers: dict[Any, Any] = {}
@@ -68,10 +67,10 @@ def _signature(value: Any) -> Any:
 
 def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.device):
-        return _META
+        return torch.device("meta")
     if not isinstance(value, torch.Tensor):
         return value
-    return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
+    return _empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def make_fake(tensors: Any) -> Any:

@@ -138,8 +138,8 @@ def test_batches_sizes_and_instances_can_be_given(folder, capsys):
     assert asked["image_size"] == [64, 85]
     for option, value, message in [
         ("--batch", "project_of_test:no_batch", "batch must be a list"),
-        ("--image-size", "large", "--image-size: invalid height_width value: 'large'"),
-        ("--instances", "0", "--instances: invalid positive_int value: '0'"),
+        ("--image-size", "large", "--image-size: must be a height and a width"),
+        ("--instances", "0", "--instances: must be a positive integer, got '0'"),
     ]:
         with pytest.raises(SystemExit) as e:
             main([*config, option, value])
