@@ -78,16 +78,17 @@ class TensorMeter(TorchDispatchMode):
         made = tensors_in(result)
         if self.counts == ("device" if _on_host.get() else "host"):
             self._ignore(made)
-        for storage in storages(made):
+        for storage in _storages(made):
             address = storage_id(storage)
-            if address in self._counted or address not in self._watches:
+            known = self._counted.get(address)
+            if known != storage.nbytes() and (known is not None or address not in self._watches):
                 self._count(storage)
         self._note(func, args, kwargs, result, given, made)
         return result
 
     def _ignore(self, tensors: list[torch.Tensor]) -> None:
         """Never count these tensors, unless they are counted already."""
-        for storage in storages(tensors):
+        for storage in _storages(tensors):
             self._watch(storage)
 
     def _call(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor]) -> Any:
@@ -237,8 +238,11 @@ def have_operators(types: Iterable[type]) -> bool:
 
 def storages(values: Any) -> list[torch.UntypedStorage]:
     """Storages of all tensors in nested containers; sparse and meta tensors have none."""
-    dense = (t for t in tensors_in(values) if not t.is_meta and t.layout is torch.strided)
-    return [tensor.untyped_storage() for tensor in dense]
+    return _storages(tensors_in(values))
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in tensors if not t.is_meta and t.layout is torch.strided]
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:

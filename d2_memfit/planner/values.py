@@ -23,6 +23,7 @@ aten = torch.ops.aten
 _empty, _empty_strided = torch.empty, torch.empty_strided
 
 LARGE_BYTES = 2**20  # smaller results are cheap to compute
+_POINTS_BYTES = 2**16  # so many places at random are points of masks, where losses sample them
 _DENSE_BYTES = 2**26  # masks converted to floats of this size are targets of a loss
 _STEP = 5e-7  # resolution of float32 at -4.6, the bias of a focal loss
 _RANDOM_FILLS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
@@ -34,6 +35,7 @@ _FILLS = {
 }
 # Theirs may hold what is left of freed memory, such as NaN; nothing is written if that is fake.
 _EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
+_WAVES = {aten.sin, aten.cos}  # large ones are embeddings of positions
 # They make large results from small inputs, such as a keypoint's heatmap. The values do not matter.
 _UPSAMPLING = {aten.upsample_bicubic2d, aten.upsample_bilinear2d, aten.upsample_nearest2d}
 # They copy the masks of objects, and nothing but a loss depends on the values.
@@ -90,8 +92,10 @@ def run_operator(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> An
         return make_fake(args[0])
     if func in _FILLS:
         filled = on_meta(func, args, {**kwargs, "device": torch.device("meta")})
-        is_real = filled.nbytes < LARGE_BYTES or not filled.is_floating_point()
-        return func(*args, **kwargs) if is_real else _from_meta(filled)
+        is_points = func is aten.rand.default and filled.shape[-1:] == (2,)
+        most = _POINTS_BYTES if is_points else LARGE_BYTES
+        is_real = filled.nbytes < most or not filled.is_floating_point()
+        return func(*args, **kwargs) if is_real else make_fake(_from_meta(filled))
     if _is_needed(func, args, kwargs, given):
         return func(*args, **kwargs)
     try:
@@ -118,6 +122,8 @@ def _is_needed(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> bool
     if func is aten.take.default and args[0].dtype is torch.uint8:  # points of packed masks
         return False
     if operator in _UPSAMPLING and not args[0].is_meta:
+        return False
+    if operator in _WAVES and args[0].nbytes >= LARGE_BYTES:
         return False
     if func is aten._to_copy.default:
         dtype = kwargs.get("dtype") or args[0].dtype

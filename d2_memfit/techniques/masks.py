@@ -342,7 +342,7 @@ def pack_masks(masks: torch.Tensor) -> torch.Tensor:
         if masks.dtype is not torch.bool and not torch.equal(masks[part] == 1, binary):
             return masks
         padded = F.pad(binary, (0, -width % 8)).contiguous()
-        bits[part] = (padded.view(torch.int64) * _GATHER >> 56).to(torch.uint8)
+        bits[part] = (padded.view(torch.int64) * _GATHER).view(torch.uint8)[..., 7::8]
     return MaskBits([bits], torch.arange(num, device=bits.device), (height, width), masks.dtype)
 
 
