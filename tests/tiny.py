@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -148,6 +149,18 @@ def run_process(command, timeout_s=180, **kwargs):
         timeout=timeout_s,
         **{"env": {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, **kwargs},
     )
+
+
+def owners_at_peak(timeline):
+    """Bytes by owner at the peak of a dry run."""
+    owners = Counter()
+    for allocation in timeline.alive_at_peak():
+        owners[allocation.owner] += allocation.num_bytes
+    return owners
+
+
+def peak_of(timeline):
+    return sum(owners_at_peak(timeline).values())
 
 
 def relative_difference(actual, expected):

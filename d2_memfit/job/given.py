@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
+import numpy as np
 import torch
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints, PolygonMasks, RotatedBoxes
 from torch.nn import functional as F
@@ -125,7 +126,7 @@ def _repeated(field: Any, num: int) -> Any:
     if isinstance(field, BitMasks):
         return BitMasks(_repeated(field.tensor, num))
     if isinstance(field, torch.Tensor) and field.dim() > 2:  # masks
-        masks = field.new_zeros(num, *field.shape[1:])
+        masks = _zeros_like(field[:1].expand(num, *field.shape[1:]))
         masks[: len(field)] = field[:num]
         masks[len(field) :, 0, 0] = 1
         return masks
@@ -142,9 +143,15 @@ def _copied(masks: torch.Tensor) -> torch.Tensor:
     """Copy masks. Rows without an object are never written to, so they take no RAM."""
     rows = masks.flatten(0, -2)
     there = rows.view(torch.uint8).amax(dim=-1).bool()  # as any(), in a quarter of the time
-    result = torch.zeros_like(rows)
+    result = _zeros_like(rows)
     result[there] = rows[there]
     return result.view(masks.shape)
+
+
+def _zeros_like(masks: torch.Tensor) -> torch.Tensor:
+    """Zeros that take no RAM until they are written to; PyTorch writes its own."""
+    zeros = torch.from_numpy(np.zeros(masks.nbytes, np.uint8)).to(masks.device)
+    return zeros.view(masks.dtype).view(masks.shape)
 
 
 def tensors_of(data: Any) -> list[torch.Tensor]:

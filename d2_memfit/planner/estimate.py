@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import torch
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
 from ..common import GB
+from ..common.errors import ConfigError
 from ..job import (
     EXTREME_SIZES,
     TYPICAL_SIZE,
@@ -24,7 +26,7 @@ from ..job import (
 from ..techniques.host import loader_bytes
 from .device import DeviceUse
 from .peaks import FEW, DryRuns, bytes_of
-from .probe import check_probe, measured_uses
+from .probe import measured_uses
 from .timeline import Timeline
 from .worst_outputs import parts_with_roi_heads
 
@@ -121,7 +123,8 @@ class DryJob(DryRuns):
         Raises:
             ConfigError: there is no GPU.
         """
-        check_probe(self.device)
+        if not (self.device.is_gpu and torch.cuda.is_available()):
+            raise ConfigError("--probe runs the largest batch on a GPU, and no GPU is visible")
         self.measured = measured_uses(self.job, self.evaluates, self.use().breakdown)
         if not self.measured:
             self.notes = ("The GPU cannot hold the largest batch: estimated by a dry run",)

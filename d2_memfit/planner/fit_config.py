@@ -73,19 +73,16 @@ def fit_config(cfg: _Config, trainer: Any = None) -> _Config:
 
 def _on_each_rank(call: Callable[[], Any]) -> list[Any]:
     """Collect the results of all ranks. An error on one rank is raised on all, so none waits."""
-    result, error, failure = None, None, ""
+    result, error, failure = None, None, None
     try:
         result = call()
     except Exception as e:
-        error, failure = e, f"{type(e).__name__}: {e}"
-    outcomes = comm.all_gather((result, failure, isinstance(error, ConfigError)))
-    if error is not None:
-        raise error
-    for rank, (_, failure, is_config_error) in enumerate(outcomes):
-        if failure:
-            kind = ConfigError if is_config_error else MemfitError
-            raise kind(f"rank {rank} has no plan: {failure}")
-    return [result for result, _, _ in outcomes]
+        error, kind = e, ConfigError if isinstance(e, ConfigError) else MemfitError
+        failure = kind(f"rank {comm.get_rank()} has no plan: {type(e).__name__}: {e}")
+    results, failures = zip(*comm.all_gather((result, failure)))
+    for first in filter(None, (error, *failures)):
+        raise first
+    return [*results]
 
 
 def _key_of(cfg: Union[CfgNode, DictConfig], job: Job) -> str:

@@ -104,7 +104,8 @@ class Ladder:
         i = next(i for i, level in enumerate(levels) if self._fits(level))
         rung, _ = self.dry_job(levels[i])
         kept = (*lead, *([] if i == 1 else levels[i].names[-1:]))
-        rung = self._without_what_can_go(rung, kept)
+        saved = self._need(levels[0]) - self._need(levels[1]) if i > 1 else 0.0
+        rung = self._without_what_can_go(rung, kept, saved)
         if rung.names[-1:] == (_CHECKPOINT,):
             rung = self._with_fewer_blocks(rung, levels[i - 1].blocks)
             if rung.blocks not in (("backbone",), ("all",)):
@@ -171,7 +172,8 @@ class Ladder:
             num_images: images in a micro-batch, the smallest by default.
         """
         with suppress(MemfitError):  # if it cannot be built, what goes is found below
-            if self.steps(rung)[1].least_bytes > self._budget_gb * GB:
+            dry_job = self.steps(rung)[1]
+            if not dry_job.runs and dry_job.least_bytes > self._budget_gb * GB:
                 return False
         rung, dry_job = self.dry_job(rung)
         return dry_job.fits(self._budget_gb, num_images or self._least)
@@ -216,11 +218,24 @@ class Ladder:
     def trains_batch_norm(self) -> bool:
         return self.has(BatchNorm)
 
-    def _without_what_can_go(self, rung: Rung, kept: tuple[str, ...]) -> Rung:
-        """Drop techniques that are not needed, the most costly first."""
+    def _need(self, rung: Rung) -> float:
+        _, dry_job = self.dry_job(rung)
+        return dry_job.budget_bytes(dry_job.use(self._least))
+
+    def _without_what_can_go(self, rung: Rung, kept: tuple[str, ...], saved: float) -> Rung:
+        """Drop techniques that are not needed, the most costly first.
+
+        Args:
+            saved: bytes that the techniques which are not in ``kept`` save by themselves. They stay
+                without a dry run if half of it is more than what is left of the budget.
+        """
         others = [name for name in rung.names if name not in kept]
+        trained = {name for name in others if get_technique(name).part != "evaluation"}
+        left = self._budget_gb * GB - self._need(rung)
         for dropped in [others, *([name] for name in reversed(others))]:
             names = tuple(name for name in rung.names if name not in dropped)
+            if saved / 2 > left and trained <= {*dropped}:
+                continue
             if names != rung.names and self._fits(_named(names, rung.blocks)):
                 rung = _named(names, rung.blocks)
         return rung

@@ -77,18 +77,14 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
     groups: list[tuple[list[Any], dict[str, Any]]] = [
         ([Matcher], {"__call__": with_any_labels}),
         (files, {"pairwise_iou": without_values} if knows_iou else {}),
-        (matchers, {solver: _assign_at_once} if matchers else {}),
+        (matchers, {solver: lambda _: _any_match} if matchers else {}),
         ([masks], {"parts_of_points": lambda parts: lambda *args: parts(*args)[:1]}),
     ]
     with patching.replaced_together(groups):
         yield
 
 
-def _assign_at_once(_: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement of ``scipy.optimize.linear_sum_assignment``."""
-
-    def linear_sum_assignment(cost_matrix: Any, maximize: bool = False) -> tuple[Any, Any]:
-        num = min(cost_matrix.shape)
-        return np.arange(num), np.arange(num)
-
-    return linear_sum_assignment
+def _any_match(cost_matrix: Any, maximize: bool = False) -> tuple[Any, Any]:
+    """In place of ``scipy.optimize.linear_sum_assignment``."""
+    num = min(cost_matrix.shape)
+    return np.arange(num), np.arange(num)

@@ -9,20 +9,13 @@ import torch
 from detectron2.utils.events import EventStorage
 
 from ..common.compat import clear_cublas_workspaces
-from ..common.errors import ConfigError
 from ..common.side_work import unchanged_random_state
 from ..job import Job
 from ..memory import cuda_context_bytes, device_memory, is_out_of_memory, release_memory
-from .device import DeviceModel, DeviceUse
+from .device import DeviceUse
 from .steps import build_with_values, infer, iterate
 
-__all__ = ["check_probe", "measured_uses", "run_for_real"]
-
-
-def check_probe(device: DeviceModel) -> None:
-    """Raise :class:`ConfigError` if there is no GPU to probe."""
-    if not (device.is_gpu and torch.cuda.is_available()):
-        raise ConfigError("--probe runs the largest batch on a GPU, and no GPU is visible")
+__all__ = ["measured_uses", "run_for_real"]
 
 
 def measured_uses(job: Job, evaluates: bool, expected: Counter[str]) -> list[DeviceUse]:

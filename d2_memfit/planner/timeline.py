@@ -130,13 +130,6 @@ class Timeline:
                 peak, most = max(peak, live), max(most, live)
         return max(most - peak, 0)
 
-    def peak(self) -> Counter[str]:
-        """Bytes by owner at the peak."""
-        owners: Counter[str] = Counter()
-        for allocation in self.alive_at_peak():
-            owners[allocation.owner] += allocation.num_bytes
-        return owners
-
     def alive_at_peak(self) -> set[Allocation]:
         changes = self.changes()
         end = int(np.cumsum([0, *(change.num_bytes for change in changes)]).argmax())

@@ -121,9 +121,8 @@ def _is_needed(func: Any, args: _Args, kwargs: _Kwargs, given: _Tensors) -> bool
         return False
     if func is aten.take.default and args[0].dtype is torch.uint8:  # points of packed masks
         return False
-    if operator in _UPSAMPLING and not args[0].is_meta:
-        return False
-    if operator in _WAVES and args[0].nbytes >= LARGE_BYTES:
+    is_wave = operator in _WAVES and args[0].nbytes >= LARGE_BYTES
+    if is_wave or (operator in _UPSAMPLING and not args[0].is_meta):
         return False
     if func is aten._to_copy.default:
         dtype = kwargs.get("dtype") or args[0].dtype
@@ -148,7 +147,8 @@ def _most_bytes(func: Any, args: _Args, kwargs: _Kwargs, is_float: bool = False)
 
 
 def _without_computing(func: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    changed = _changed_arguments(func, args, kwargs)
+    written = _written_arguments(func)
+    changed = tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in written])
     make_fake([t for t in changed if t.nbytes >= LARGE_BYTES])
     returns = schema(func).returns
     if all(r.alias_info and r.alias_info.is_write for r in returns):
@@ -176,11 +176,6 @@ def _add_bias(func: Any, args: _Args, result: Any) -> None:
     if bias is not None and bias.dim() == 1 and not is_fake((bias, y)):
         y.movedim(dim, -1).copy_(bias)
         y.sub_((torch.arange(y.numel()) * _STEP).view(y.shape))  # in 16 bits alone it would be inf
-
-
-def _changed_arguments(func: Any, args: _Args, kwargs: _Kwargs) -> _Tensors:
-    written = _written_arguments(func)
-    return tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in written])
 
 
 @cache

@@ -7,14 +7,13 @@ from typing import Any, Optional
 
 from detectron2.utils import comm
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..common.errors import ConfigError
 from ..common.side_work import no_information
 from .technique import Technique
 
-__all__ = ["EightBitOptimizerStates", "ShardedOptimizer", "ShardedOptimizerStates"]
+__all__ = ["EightBitOptimizerStates", "ShardedOptimizerStates"]
 
 _IN_8_BITS = {SGD: "SGD8bit", Adam: "Adam8bit", AdamW: "AdamW8bit"}
 
@@ -91,33 +90,12 @@ class ShardedOptimizerStates(Technique):
                 f"{self.key}: the step of {cls.__name__} is not PyTorch's, so it may need the "
                 "gradients of all parameters, as clipping them together does. Set it False"
             )
-        # A plan is made on one rank, and keeps a rank's share itself.
-        return ShardedOptimizer(optimizer) if comm.get_world_size() > 1 else optimizer
+        if comm.get_world_size() == 1:  # of a plan, which keeps a rank's share itself
+            return optimizer
+        from .sharded import ShardedOptimizer  # its import takes a third of a second
 
-
-class ShardedOptimizer(ZeroRedundancyOptimizer):
-    """An optimizer whose states are sharded over the ranks.
-
-    Its state dict is complete on rank 0 after all ranks have called :meth:`consolidate_state_dict`,
-    until the next step.
-
-    Args:
-        optimizer: gives class, parameters and options.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        cls = type(optimizer)
         options = _options(optimizer, cls)
-        super().__init__(optimizer.param_groups, optimizer_class=cls, **options)
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        self._all_state_dicts: list[Any] = []  # they are out of date
-        return super().step(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # The original empties the entries of its argument.
-        super().load_state_dict({**state_dict, "state": dict(state_dict["state"])})
-        self.state.clear()  # the states of this rank are in its share
+        return ShardedOptimizer(optimizer.param_groups, optimizer_class=cls, **options)
 
 
 def _has_known_step(cls: type[Optimizer]) -> bool:

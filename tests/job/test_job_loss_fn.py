@@ -8,7 +8,15 @@ import torch
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import get_event_storage
-from tiny import every_anchor_counts, image, parameters, relative_difference, tiny_cfg, tiny_model
+from tiny import (
+    every_anchor_counts,
+    image,
+    parameters,
+    peak_of,
+    relative_difference,
+    tiny_cfg,
+    tiny_model,
+)
 from torch import nn
 
 from d2_memfit import Job
@@ -81,7 +89,7 @@ def test_its_estimate_has_the_bytes_of_a_computed_step(computing):
     dry = Session(job).train(job.training_batch(2))
     computing()
     computed = Session(job).train(job.training_batch(2))
-    peak, expected = sum(dry.peak().values()), sum(computed.peak().values())
+    peak, expected = peak_of(dry), peak_of(computed)
     print(f"{peak:,} bytes estimated, {expected:,} computed")
     assert peak == pytest.approx(expected, rel=0.005)
     assert ITERATIONS[-2:] == [MAX_ITER - 1] * 2, "a burn-in is over"

@@ -9,7 +9,7 @@ import torch
 from detectron2.modeling import build_model
 from detectron2.solver import build_optimizer
 from detectron2.utils.events import EventStorage
-from tiny import tiny_cfg
+from tiny import peak_of, tiny_cfg
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.cli.command_line import main
@@ -52,7 +52,7 @@ def test_a_real_run_has_the_peaks_of_the_dry_one(family):
             meter.peak_bytes = meter.live_bytes
     assert torch.rand(1) == expected
     timelines = dry_job.whole(), dry_job.evaluation
-    training, evaluation = (sum(t.peak().values()) for t in timelines)
+    training, evaluation = (peak_of(t) for t in timelines)
     assert peaks[0] == pytest.approx(training, abs=0.01 * training + ORIGINAL)
     assert peaks[1] == pytest.approx(evaluation, abs=0.01 * evaluation + 2 * ORIGINAL)
 
@@ -66,7 +66,7 @@ def test_mixed_precision_steps_too():
     dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
     with TensorMeter() as meter:
         next(run_for_real(dry_job.job, "cpu"))
-    training = sum(dry_job.whole().peak().values())
+    training = peak_of(dry_job.whole())
     assert meter.peak_bytes == pytest.approx(training, abs=0.01 * training + ORIGINAL)
 
 
@@ -82,7 +82,7 @@ def test_a_trainer_has_the_peak_of_a_probe():
         with worst_case(model, lambda line: None):
             for _ in range(2):
                 trainer.run_step()
-    training = sum(dry_job.whole().peak().values())
+    training = peak_of(dry_job.whole())
     assert meter.peak_bytes == pytest.approx(training, abs=0.01 * training + ORIGINAL)
 
 

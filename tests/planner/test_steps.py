@@ -2,7 +2,7 @@
 """State that exists before the dry run of an iteration."""
 
 import pytest
-from tiny import tiny_cfg
+from tiny import owners_at_peak, tiny_cfg
 
 from d2_memfit import Job
 from d2_memfit.job import WorstCase
@@ -23,7 +23,7 @@ def test_gradients_of_earlier_micro_batches_count_at_a_peak_of_the_forward():
     peaks = []
     for micro_batch in (4, 2):  # the whole batch, and the second half of it
         job = job_of(**{"MEMFIT.MICRO_BATCH": micro_batch})
-        peaks.append(DryJob(job, DeviceModel.load("cpu"), evaluates=False).whole().peak())
+        peaks.append(owners_at_peak(DryJob(job, DeviceModel.load("cpu"), evaluates=False).whole()))
     gradients = steps.Session(job).gradient_bytes
     assert [peak["gradients"] for peak in peaks] == [0, gradients]
 

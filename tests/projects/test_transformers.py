@@ -10,7 +10,7 @@ from d2_transformers.data import ResizeSquare, build_mapper
 from detectron2.data import DatasetCatalog
 from detectron2.structures import Boxes, Instances, PolygonMasks
 from detectron2.utils.events import EventStorage
-from tiny import images, parameters, relative_difference, tiny_model
+from tiny import images, parameters, peak_of, relative_difference, tiny_model
 from tiny_transformers import (
     MODELS,
     NUM_QUERIES,
@@ -101,7 +101,7 @@ def test_the_host_keeps_a_byte_for_each_pixel_of_20_megapixels(kind):
     cfg.MEMFIT.EVALUATION.ON_HOST = True
     batch = [{**images(1, size=RESOLUTION)[0], "height": 3648, "width": 5472}]
     timeline = Session(Job.from_cfg(cfg, 1, batch=batch)).evaluate(batch)
-    assert sum(timeline.peak().values()) < pixels
+    assert peak_of(timeline) < pixels
     assert NUM_QUERIES * pixels < timeline.host_bytes < (NUM_QUERIES + 7) * pixels
 
 
@@ -170,7 +170,7 @@ def test_a_real_step_has_the_peak_of_a_dry_one(kind, has_masks):
     dry_job = DryJob(job, DeviceModel.load("cpu"), evaluates=False)
     with TensorMeter() as meter:
         next(run_for_real(job, "cpu"))
-    assert meter.peak_bytes == pytest.approx(sum(dry_job.whole().peak().values()), rel=0.025)
+    assert meter.peak_bytes == pytest.approx(peak_of(dry_job.whole()), rel=0.025)
 
 
 @EACH_MODEL

@@ -9,15 +9,15 @@ import pytest
 import torch
 from detectron2.solver import build_optimizer
 from injection import iterate
-from tiny import images, parameters, relative_difference, tiny_cfg, tiny_model
+from tiny import images, owners_at_peak, parameters, relative_difference, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.common import compat
 from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.settings import check_settings
 from d2_memfit.planner.steps import Session
-from d2_memfit.techniques.optimizer import ShardedOptimizer
 from d2_memfit.techniques.registry import apply_techniques, get_technique
+from d2_memfit.techniques.sharded import ShardedOptimizer
 
 
 def cfg_with(*pairs, clip=False):
@@ -77,7 +77,7 @@ def test_ranks_that_share_states_make_the_same_steps_with_half_of_them(two_ranks
 def test_an_estimate_has_the_largest_share_and_no_gradients_of_the_last_iteration(two_ranks):
     largest = max(num_bytes for _, num_bytes, _ in two_ranks.run(train_on_rank, ZERO, False))
     job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
-    peak = Session(job).train(job.training_batch(2)).peak()
+    peak = owners_at_peak(Session(job).train(job.training_batch(2)))
     assert (peak["optimizer"], peak["gradients"]) == (largest, 0)
 
 
