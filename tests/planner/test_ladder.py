@@ -173,7 +173,10 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("batch norm", "16 bits")]
+
+
+@pytest.mark.parametrize("name", ["mask", "retinanet on a cpu", *SLOW])
 def test_more_memory_is_never_worse(name):
     """With the dry runs of a job, which all budgets share."""
     config, device, keys = JOBS[name]

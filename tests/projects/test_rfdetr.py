@@ -104,6 +104,7 @@ def trained(folder, kind=None, injector=None, config=None, num_steps=NUM_STEPS, 
     return before, parameters(module.model), trainer
 
 
+@pytest.mark.slow
 def test_micro_batches_train_what_rfdetr_trains(tmp_path):
     config = {"patches": 8}  # with fewer, the best queries differ by rounding
     before, expected, plain = trained(tmp_path, config=config)

@@ -61,6 +61,7 @@ def check_memory(presets, evaluates):
         assert dry_job.total_bytes() / 2**30 == pytest.approx(said_gb, abs=0.1), preset
 
 
+@pytest.mark.slow
 def test_a_preset_of_each_model_of_the_zoo_needs_what_its_file_says():
     of_zoo = {recipe_of(p): p for p in PRESETS if CONFIGS in p.parents}
     check_memory(of_zoo.values(), evaluates=False)
