@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from detectron2.config import CfgNode as CN
+from detectron2.config import get_cfg
 
 from ..common.checks import (
     Check,
@@ -194,7 +195,7 @@ def checks_of(cfg: CN, trains: bool = True) -> Iterator[tuple[Sequence[str], Cal
             yield [key], partial(check, key, values.get(key))
     if trains:
         yield ["MEMFIT.PLAN.ENABLED", "MEMFIT.BUDGET_GB", "MEMFIT.PRESET"], partial(_budgeted, cfg)
-    known = keys_of(default_keys())
+    known = keys_of(default_keys()) + keys_of(get_cfg())
     for key, value in values.items():
         yield [key], partial(_known_and_finite, key, value, known)
 
@@ -219,5 +220,5 @@ def _known_and_finite(key: str, value: Any, known: Sequence[str]) -> None:
     if isinstance(value, (list, tuple)):
         for item in value:
             _known_and_finite(key, item, known)
-    elif isinstance(value, float) and not math.isfinite(value):
+    elif key in known and isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key} must be a finite number, got {value!r}")
