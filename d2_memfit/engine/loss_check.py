@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 LIMIT = 1e-3  # relative distance of a gradient that is right
 LIMIT_OF_16_BITS = 0.05  # the same under autocast
 _SMALL = 1e-5  # of the gradient of all losses; smaller gradients are compared with this
+_ROUNDING = 1e-6  # of weights: some models make a thousand times as much of it
 _ESTIMATED = 0.2  # what a running mean that is estimated within a window may be off
 _MOST_FORWARDS = 24  # images through the model
 _MOST_PIXELS = 2**17  # of the images together
@@ -122,10 +123,7 @@ class _Check:
     def run(self, progress: Any) -> None:
         self.progress, found, is_answered = progress, self.found, self.options.policy != "off"
         self.trained = [p for p in self.model.parameters() if p.requires_grad]
-        generator = torch.Generator().manual_seed(0)
-        for p in self.trained:
-            noise = torch.randn(p.shape, generator=generator).to(p)
-            p.data.add_(noise * (0.1 * p.data.square().mean().sqrt() + 1e-4))
+        self._move_weights(0.1, 1e-4)
         for module in self.model.modules():  # its dropout is no function that SameDraws sees
             if isinstance(module, nn.MultiheadAttention):
                 module.dropout = 0.0
@@ -171,6 +169,12 @@ class _Check:
             why = "compiled code ran, whose counts are not seen"
             found.unchecked.update({k: why for k in found.names if k not in found.off})
 
+    def _move_weights(self, share: float, least: float = 0.0) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for p in self.trained:
+            noise = torch.randn(p.shape, generator=generator).to(p)
+            p.data.add_(noise * (share * p.data.square().mean().sqrt() + least))
+
     def _judge(self, whole: _Run, parts: _Run) -> None:
         """Find the losses that are off, by more than two samples of the images together differ."""
         found, off = self.found, parts.off(whole)
@@ -179,13 +183,14 @@ class _Check:
         found.unchecked = dict.fromkeys(zero, "it is zero for these images")
         distances = [parts.distance(whole, i) for i in range(len(self.groups))]
         is_right = max(distances, default=0.0) <= self.limit
+        self._move_weights(_ROUNDING)
         other = whole if is_right else self._run([self.images], backward=True, seed=1)
         for i, (group, distance) in enumerate(zip(self.groups, distances)):
             names = [k for k in group if k in off] or [k for k in group if k in found.names]
             samples = max(other.distance(whole, i), _ESTIMATED if found.estimates else 0.0)
             is_expected = distance <= samples or parts.nearly.issuperset(names)
             if distance > self.limit and is_expected:
-                why = f"{distance:.1g} off, as its sampling or its running mean may make it"
+                why = f"{distance:.1g} off, as its sampling, rounding or running mean may make it"
                 found.unchecked.update(dict.fromkeys(names, why))
             elif distance > self.limit:
                 found.off.update(dict.fromkeys(names, distance))

@@ -156,6 +156,21 @@ def test_what_draws_at_random_is_never_called_exact():
     assert "loss" in {*report.off, *report.unchecked}
 
 
+class Sensitive(Detector):
+    """What is rounded otherwise for another number of images is multiplied, as heads in turn do."""
+
+    def forward(self, batch):
+        features = self.features(batch).flatten(1) * (1 + 1e-7 * len(batch))
+        return {"loss": (1e5 * features).sin().mean()}
+
+
+def test_what_rounding_may_make_is_not_off():
+    torch.manual_seed(0)
+    report = report_of(Sensitive().double())
+    assert "loss" in report.unchecked
+    assert not report.off
+
+
 class Drifting(Detector):
     def __init__(self):
         super().__init__()
