@@ -39,7 +39,8 @@ def answered_means(model: nn.Module, is_exact: bool, current: Any) -> list[tuple
     """
     found: list[tuple[type, str, Any]] = []
     for cls in {type(module) for module in model.modules()}:
-        for name in {base.__name__ for base in cls.__mro__} & _MEANS.keys():
+        names = {base.__name__ for base in cls.__mro__} & _MEANS.keys()
+        for name in (n for n in names if hasattr(cls, _MEANS[n][0])):  # else it is a namesake
             method, number, losses, is_near = _MEANS[name]
             original, is_counted = getattr(cls, method), is_exact or not is_near
             made = _running(original, current)

@@ -171,6 +171,25 @@ def test_what_rounding_may_make_is_not_off():
     assert not report.off
 
 
+class FastRCNNOutputLayers(nn.Linear):
+    """A project's, as in few-shot-object-detection: Detectron2's has a method for its losses."""
+
+
+class Namesake(Detector):
+    def __init__(self):
+        super().__init__()
+        self.classes = FastRCNNOutputLayers(8, 3)
+
+    def forward(self, batch):
+        return {"loss": self.classes(self.features(batch).mean((2, 3))).square().mean()}
+
+
+def test_a_class_with_the_name_of_a_known_one_is_checked_too():
+    report = report_of(Namesake().double())
+    assert report.names == ["loss"]
+    assert not report.off
+
+
 class Drifting(Detector):
     def __init__(self):
         super().__init__()
