@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Optional
-from unittest.mock import patch
 
 from .. import __version__
 
@@ -189,6 +188,8 @@ def runner() -> Callable[[argparse.Namespace], None]:
 
 
 def _run(args: argparse.Namespace) -> None:
+    from unittest.mock import patch
+
     from ..common.errors import ConfigError
     from ..common.files import check_outputs
     from ..engine.launch import world_size
