@@ -59,7 +59,7 @@ def _mean(
 ) -> Callable[..., Any]:
     def method(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         result = original(module, *args, **kwargs)
-        if not module.training:
+        if not (module.training and isinstance(result, dict)):  # a project's may return more
             return result
         if not is_counted:
             current().nearly.update(result)
