@@ -234,9 +234,8 @@ class Ladder:
         left = self._budget_gb * GB - self._need(rung)
         for dropped in [others, *([name] for name in reversed(others))]:
             names = tuple(name for name in rung.names if name not in dropped)
-            if saved / 2 > left and trained <= {*dropped}:
-                continue
-            if names != rung.names and self._fits(_named(names, rung.blocks)):
+            may_go = names != rung.names and (saved / 2 <= left or not trained <= {*dropped})
+            if may_go and self._fits(_named(names, rung.blocks)):
                 rung = _named(names, rung.blocks)
         return rung
 
