@@ -220,5 +220,5 @@ def _known_and_finite(key: str, value: Any, known: Sequence[str]) -> None:
     if isinstance(value, (list, tuple)):
         for item in value:
             _known_and_finite(key, item, known)
-    elif key in known and isinstance(value, float) and not math.isfinite(value):
+    elif isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and key in known)):
         raise ConfigError(f"{key} must be a finite number, got {value!r}")

@@ -113,10 +113,13 @@ def test_numbers_that_are_not_finite_or_too_large_are_refused(prose, key, value)
     prose(str(e.value))
 
 
-def test_a_key_of_a_project_may_be_infinite():
+def test_a_key_of_a_project_may_be_infinite_but_not_nan():
     cfg = get_cfg()
     cfg.MODEL.SIZES_OF_INTEREST = [[-1, 64], [64, INFINITY]]  # as OneNet's
     check_settings(cfg)
+    cfg.MODEL.SIZES_OF_INTEREST[0][0] = NAN
+    with pytest.raises(ConfigError, match=r"MODEL\.SIZES_OF_INTEREST"):
+        check_settings(cfg)
 
 
 def test_unknown_keys_are_found_that_no_merge_has_seen(prose):
