@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from detectron2.config import CfgNode
-from detectron2.engine import HookBase
+from detectron2.engine import HookBase, SimpleTrainer
 from detectron2.engine.hooks import PeriodicCheckpointer
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
@@ -30,6 +30,7 @@ from ..config.load import with_settings
 from ..engine.build import build_trainer
 from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.defaults import MemfitMixin
+from ..engine.train_loop import AccumulatingTrainer
 from ..job import Job
 from ..planner.errors import one_line_errors
 from ..planner.stand_ins import cuda_as_cpu
@@ -86,7 +87,8 @@ def resumes(job: Job, trainer: Optional[type]) -> str:
         _train(job, trainer, other, settings, last=_ITERATIONS // 2)
         resumed = _train(job, trainer, other, settings, resume=True)
     _compare(whole, resumed, "an uninterrupted run")
-    how = f"class Trainer(MemfitMixin, {trainer.__name__})" if trainer else "build_trainer"
+    bases = ", ".join(cls.__name__ for cls in _bases(trainer)) if trainer else ""
+    how = f"class Trainer({bases})" if trainer else "build_trainer"
     return f"{how}: a resumed run equals an uninterrupted one, bit by bit, on the dataset's images"
 
 
@@ -178,10 +180,9 @@ def _train(
             if trainer is None:
                 made, run = _of_job(job.with_settings(settings), prepared, resume)
             else:
-                is_ours = issubclass(trainer, MemfitMixin) or not mixin
-                bases = (trainer,) if is_ours else (MemfitMixin, trainer)
+                bases = _bases(trainer) if mixin else (trainer,)
                 cfg = with_settings(job.cfg, {**_OF_TRAINERS, **settings}).clone()  # theirs
-                made, run = _of_class(bases, cfg, prepared, resume)
+                made, run = _of_class(trainer, bases, cfg, prepared, resume)
             made.register_hooks([end])
             run()
         missing = [f"self.{name}()" for name in _End.METHODS if name not in end.called]
@@ -205,15 +206,25 @@ def _train(
     return digests
 
 
-def _of_class(bases: Any, cfg: CfgNode, prepared: Callable[..., Any], resume: bool) -> Any:
-    _check_arguments(bases[-1])
+def _bases(trainer: type) -> tuple[type, ...]:
+    """The base classes of a user's class that trains as a project's trainer does."""
+    if issubclass(trainer, MemfitMixin):
+        return (trainer,)
+    more = (AccumulatingTrainer,) if issubclass(trainer, SimpleTrainer) else ()
+    return (MemfitMixin, trainer, *more)
+
+
+def _of_class(
+    trainer: type, bases: Any, cfg: CfgNode, prepared: Callable[..., Any], resume: bool
+) -> Any:
+    _check_arguments(trainer)
 
     def build_model(cls: Any, cfg: CfgNode) -> nn.Module:
         model: nn.Module = prepared(super(kind, cls).build_model(cfg))
         return model
 
     members = {"build_model": classmethod(build_model), "build_writers": lambda self: []}
-    kind: Any = type(bases[-1].__name__, bases, members)
+    kind: Any = type(trainer.__name__, bases, members)
     made = kind(cfg)
     made.resume_or_load(resume=resume)
     return made, made.train

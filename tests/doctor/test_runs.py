@@ -13,6 +13,7 @@ from forks import start_server
 from lazy_configs import lazy_config
 from own_loops import OnlySteps, StepsItself, StopsEarly
 from tiny import tiny_cfg
+from trainer_shapes import FewShot
 
 from d2_memfit import Job, MemfitMixin
 from d2_memfit.data.registration import register_coco
@@ -50,6 +51,14 @@ class Forgetting(DefaultTrainer):
 
         model.register_forward_pre_hook(noisy)
         return model
+
+
+class Simple(FewShot):
+    """It is a SimpleTrainer itself, and trains on the dataset."""
+
+    build_model = DefaultTrainer.build_model
+    build_optimizer = DefaultTrainer.build_optimizer
+    build_train_loader = DefaultTrainer.build_train_loader
 
 
 class Disagreeing(DefaultTrainer):
@@ -90,6 +99,7 @@ def findings(folder, trainer, job_of=job_of):
     "trainer",
     [
         pytest.param(DefaultTrainer, marks=pytest.mark.slow),
+        pytest.param(Simple, marks=pytest.mark.slow),
         pytest.param(None, marks=pytest.mark.sweep),
     ],
 )
