@@ -6,13 +6,15 @@ from typing import Any
 
 from pages import markdown_table, with_section
 
+from d2_memfit.engine.loss_report import HELP
+
 from .project import PROJECTS
 
 __all__ = ["COLUMNS", "page"]
 
 TOOL = "compatibility.py"
 COLUMNS = ("iteration 0", "accumulation", "recovery", "resume", "two ranks", "plan")
-_WITH_TEXT = ("accumulation", "plan")  # columns that also show what is well
+_REPEATED = f" of the gradient off in micro-batches. See {HELP}"
 _LONGEST = 200  # characters in a cell
 
 
@@ -35,11 +37,14 @@ def page(text: str, results: Mapping[str, Mapping[str, Any]], versions: str) -> 
 
 
 def _cell(findings: Mapping[str, Mapping[str, Any]], column: str) -> str:
-    """``y``, or what is not well. A column has the findings that begin with its name."""
+    """What is not well, else ``y`` or what was found. Findings begin with their column's name."""
     found = [f for what, f in findings.items() if what.partition(",")[0] == column]
     if not found:
         return findings.get("end", {"text": "its step is not `model(batch)`"})["text"]
-    wrong = [f["text"] for f in found if not f["is_well"]]
-    if not wrong and column not in _WITH_TEXT:
-        return "y"
-    return (wrong[0] if wrong else f"y: {found[0]['text']}").replace("|", "/")[:_LONGEST]
+    text = "; ".join(f["text"] for f in found if not f["is_well"]).replace(_REPEATED, "")
+    if not text and column == "accumulation":
+        _, words, losses = found[0]["text"].partition("not checked: ")
+        text = f"exact; {words}{losses}" if words else "exact"
+    if not text and column == "plan":
+        text = found[0]["text"]
+    return text.replace("|", "/")[:_LONGEST] or "y"
