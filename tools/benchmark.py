@@ -4,6 +4,7 @@
 
 commands         CPU seconds of commands, against another revision
 crowded          memory over iterations, with crowded images under a limit
+crowds           losses of many masks, as numbers and as bits
 gradients        distance of accumulated gradients from the full batch's
 guide            the table of docs/OUT_OF_MEMORY.md
 peers            other libraries that accumulate gradients or find a batch
