@@ -43,10 +43,10 @@ def run(args: argparse.Namespace) -> None:
 class Criterion(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        from transformers import AutoConfig
+        from transformers import Mask2FormerConfig
         from transformers.models.mask2former.modeling_mask2former import Mask2FormerLoss
 
-        self.criterion = Mask2FormerLoss(AutoConfig.for_model("mask2former", num_labels=80), {})
+        self.criterion = Mask2FormerLoss(Mask2FormerConfig(num_labels=80), {})
 
     def forward(self, predicted: Any, classes: Any, masks: Any, labels: Any) -> Any:
         return self.criterion(predicted, classes, [m.float() for m in masks], labels)
@@ -73,8 +73,8 @@ def compared(num: int, rounds: int) -> list[list[str]]:
         torch.manual_seed(1)
         inputs = [tensor.clone().requires_grad_() for tensor in predicted]
         losses = torch.stack([*model(*inputs, [targets], [labels]).values()])
-        losses.sum().backward()
-        return torch.cat([losses.detach(), *(tensor.grad.flatten() for tensor in inputs)])
+        gradients = torch.autograd.grad(losses.sum(), inputs)
+        return torch.cat([losses.detach(), *(g.flatten() for g in gradients)])
 
     found, peaks = {}, {}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
