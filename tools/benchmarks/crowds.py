@@ -43,10 +43,11 @@ def run(args: argparse.Namespace) -> None:
 class Criterion(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        from transformers import Mask2FormerConfig
+        from transformers import AutoConfig
         from transformers.models.mask2former.modeling_mask2former import Mask2FormerLoss
 
-        self.criterion = Mask2FormerLoss(Mask2FormerConfig(num_labels=80), {})
+        config: Any = AutoConfig.for_model("mask2former", num_labels=80)
+        self.criterion = Mask2FormerLoss(config, {})
 
     def forward(self, predicted: Any, classes: Any, masks: Any, labels: Any) -> Any:
         return self.criterion(predicted, classes, [m.float() for m in masks], labels)
