@@ -182,7 +182,7 @@ class Answers:
             stack.enter_context(patch.object(cross_entropy_owner, "cross_entropy_loss", entropy))
             for cls, name, method in self._means:
                 stack.enter_context(patch.object(cls, name, method))
-            if self.report.pretends:
+            if self.report.simulates_ranks:
                 stack.enter_context(default_group_replaced(2))
             yield
 

@@ -193,7 +193,7 @@ class Counts:
 
     def _counted(self, window: Window, run_forwards: Callable[[], None]) -> Numbers:
         """This rank's counts, by a forward of all images without gradients."""
-        report = LossReport(pretends=self.report.pretends)
+        report = LossReport(simulates_ranks=self.report.simulates_ranks)
         self._answers = self._new_answers(report)
         before = Snapshot(self._model, weights_that_may_change(self._model))
         try:
@@ -212,8 +212,8 @@ class Counts:
         """Compare the counts of the last window's forwards with the formulas."""
         for noted in self._answers.noted if self._answers and self.report.formulas else ():
             counts = added([noted])
-            for site, told in self._by_formula(counts).items():
-                if not is_same(told, counts.get(site, _ZERO)):
+            for site, count in self._by_formula(counts).items():
+                if not is_same(count, counts.get(site, _ZERO)):
                     self.report.formulas[site] = ()
                     logger.warning("%s:%d no longer follows from annotations", *site[1][0])
 

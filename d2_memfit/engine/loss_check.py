@@ -131,7 +131,7 @@ class _Check:
         together, apart = [self.images], [[image] for image in self.images]
         forget_compiled()
         began, compiled, before = time.perf_counter(), compiled_frames(), state_of(self.model)
-        first = told = self._run(together)
+        first = counted = self._run(together)
         found.changed, found.counters = changed_by_forward(before, state_of(self.model))
         found.estimates = first.estimates
         kinds = {k: re.sub(r"\d+", "", k) for k in first.values}  # layers of a criterion
@@ -139,21 +139,21 @@ class _Check:
         seconds = (5 + 4 * len(self.groups)) * (time.perf_counter() - began)
         logger.info("Checking how the losses add up: about %.2g s, once", seconds)
         if is_answered and comm.get_world_size() == 1:
-            found.pretends = True
+            found.simulates_ranks = True
             with suppress(Exception):  # code without a second rank may raise anything
-                told = self._run(together, found)
-            found.pretends = told is not first and not told.off(first)
-            told = told if found.pretends else first
+                counted = self._run(together, found)
+            found.simulates_ranks = counted is not first and not counted.off(first)
+            counted = counted if found.simulates_ranks else first
         alone = self._run([*apart, *apart[:1]], found)  # a queue fills
         self.state = Snapshot(self.model, weights_that_may_change(self.model))
         whole = self._run(together, backward=True)
-        own, totals = added(alone.noted[: len(self.images)]), added(told.noted)
+        own, totals = added(alone.noted[: len(self.images)]), added(counted.noted)
         for site in totals.keys() & own.keys() - {OBJECTS, IMAGES} if is_answered else ():
             if is_same(totals[site], own[site]):
                 found.counts.append(site)
         self.totals = {site: totals[site] for site in (*found.counts, OBJECTS)}
         is_summed = any(site[0] == "sum" for site in found.counts)
-        found.pretends &= is_summed
+        found.simulates_ranks &= is_summed
         for name, mean in self._run(apart, found).values.items() if is_summed else ():
             of_all = whole.values.get(name, mean)
             if abs(len(apart) * mean - of_all) < abs(mean - of_all):

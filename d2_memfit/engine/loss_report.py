@@ -22,7 +22,7 @@ class LossReport:
         formulas: numbers per object and per image that a count follows; empty if it follows none.
         weights: "sum" or "objects" for losses that are not weighted by images.
         estimates: whether a loss is divided by a running mean, estimated within a window.
-        pretends: whether one rank is told of a second one, so that it adds up its counts.
+        simulates_ranks: whether a second rank is simulated, so that one rank adds up its counts.
         names: of the losses that were not zero.
         off: the relative distance of the gradient of each loss that is off.
         unchecked: why a loss, or all ("losses"), could not be checked.
@@ -35,7 +35,7 @@ class LossReport:
     formulas: dict[Site, Sequence[float]] = field(default_factory=dict)
     weights: dict[str, str] = field(default_factory=dict)
     estimates: bool = False
-    pretends: bool = False
+    simulates_ranks: bool = False
     names: list[str] = field(default_factory=list)
     off: dict[str, float] = field(default_factory=dict)
     unchecked: dict[str, str] = field(default_factory=dict)

@@ -89,8 +89,8 @@ def explain(path: Union[str, "os.PathLike[str]"], help: Optional[Help] = None) -
         DataError: the file cannot be read, or shows no training with Detectron2.
     """
     runs = enumerate(read_runs(path), 1)
-    told = (explain_run(f"run {i}", run, *predict_run(run, help or Help())) for i, run in runs)
-    return Explanation(tuple(told))
+    explained = (explain_run(f"run {i}", run, *predict_run(run, help or Help())) for i, run in runs)
+    return Explanation(tuple(explained))
 
 
 def predict_run(run: LoggedRun, help: Help) -> tuple[Optional[Prediction], str]:
@@ -111,21 +111,23 @@ def explain_run(
     name: str, run: LoggedRun, prediction: Optional[Prediction] = None, why_not: str = ""
 ) -> ExplainedRun:
     """Compare a run with its prediction."""
-    told = ExplainedRun(name, run.gpus[0] if run.gpus else None, _images_per_gpu(run), run.peak_mib)
-    told.ended, told.assumed, told.not_rebuilt = run.ended, [*run.notes], why_not
-    told.seconds = median(run.seconds[len(run.seconds) // 10 :]) if run.seconds else None
+    explained = ExplainedRun(
+        name, run.gpus[0] if run.gpus else None, _images_per_gpu(run), run.peak_mib
+    )
+    explained.ended, explained.assumed, explained.not_rebuilt = run.ended, [*run.notes], why_not
+    explained.seconds = median(run.seconds[len(run.seconds) // 10 :]) if run.seconds else None
     if prediction is not None:
         e = prediction.estimate
-        told.range_mib = low, high = _range_mib(run, e)
+        explained.range_mib = low, high = _range_mib(run, e)
         if run.peak_mib is not None and (run.oom is None or run.peak_mib >= low):
-            told.inside = low <= run.peak_mib <= high
-        most, told.images_per_gpu = e.peak_allocated_gb, e.images_per_gpu
-        told.predicted_mib, told.typical_mib = most * _MIB, (e.typical_gb or most) * _MIB
-        told.assumed += [*prediction.assumed, *e.assumptions, *e.at_least]
+            explained.inside = low <= run.peak_mib <= high
+        most, explained.images_per_gpu = e.peak_allocated_gb, e.images_per_gpu
+        explained.predicted_mib, explained.typical_mib = most * _MIB, (e.typical_gb or most) * _MIB
+        explained.assumed += [*prediction.assumed, *e.assumptions, *e.at_least]
     if run.oom is not None:
-        told.oom = replace(run.oom, fits=_fits(run.oom, told.range_mib))
-        told.oom.iteration = run.iteration if run.oom.iteration is None else run.oom.iteration
-    return told
+        explained.oom = replace(run.oom, fits=_fits(run.oom, explained.range_mib))
+        explained.oom.iteration = run.iteration if run.oom.iteration is None else run.oom.iteration
+    return explained
 
 
 def _range_mib(run: LoggedRun, estimate: MemoryEstimate) -> tuple[float, float]:

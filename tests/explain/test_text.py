@@ -26,8 +26,8 @@ def text_of(*end, **options):
 
 def both(run):
     """The answer and its details."""
-    told = explain_run("run 1", run, None, "its code is not here")
-    return f"{answer_of_run(run, told, None)}\n\n{details_of([told], told)}"
+    explained = explain_run("run 1", run, None, "its code is not here")
+    return f"{answer_of_run(run, explained, None)}\n\n{details_of([explained], explained)}"
 
 
 def test_an_error_alone_does_not_tell_when_it_happened(prose):
@@ -62,8 +62,8 @@ def test_fragments_are_named_and_without_a_models_code_the_log_alone_is_shown(pr
 def test_several_runs_show_the_peak_by_batch(prose):
     config = "Running with full config:\nSOLVER:\n  IMS_PER_BATCH: 8\n"
     (run,) = runs_in(headed(log(config=config)).splitlines())
-    told = explain_run("run 2", run, None)
-    prose(details_of([told], told))
+    explained = explain_run("run 2", run, None)
+    prose(details_of([explained], explained))
 
 
 def test_what_the_context_may_hold_is_perhaps_of_others(prose):

@@ -20,7 +20,7 @@ def oom(total=10, free=0.1, allocated=8.0, reserved=9.0, tried=0.5, process=None
     return Oom(more.pop("case", "at once"), **mib, **more)
 
 
-def told(text, **run):
+def explained(text, **run):
     return explain_run("run 1", LoggedRun(oom=text, **run), None).oom
 
 
@@ -51,7 +51,7 @@ def test_what_others_hold_is_the_rest():
     ids=range(6),
 )
 def test_whether_the_job_fits_by_the_message_alone(text, fits):
-    assert told(text).fits is fits
+    assert explained(text).fits is fits
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_whether_the_job_fits_by_its_range_on_a_card_that_others_used(range_gb, 
 
 @pytest.mark.parametrize(("release", "high"), [("1.11.0", 4.8), ("1.12.1", 4.1), ("", 4.1)])
 def test_old_software_may_take_a_fifth_more(release, high):
-    told = explain_run("run 1", LoggedRun(torch=release), predicted((4, 4.1)))
-    assert told.range_mib == (4 * GIB, pytest.approx(high * GIB))
+    explained = explain_run("run 1", LoggedRun(torch=release), predicted((4, 4.1)))
+    assert explained.range_mib == (4 * GIB, pytest.approx(high * GIB))
 
 
 def test_seconds_are_a_median_without_the_first_ones():
