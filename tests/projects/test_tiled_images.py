@@ -161,7 +161,7 @@ def large_images(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("large")
     for split in ("train", "val"):
-        make_dataset(folder, split, size=600, num_images=2)
+        make_dataset(folder, split, size=400, num_images=2)
     return folder
 
 
@@ -184,7 +184,7 @@ def test_training_evaluation_and_prediction_by_the_scripts(large_images, tmp_pat
     found = json.loads((tmp_path / "inference" / "coco_instances_results.json").read_text())
     assert {r["image_id"] for r in found} == {0, 1}
     assert {r["category_id"] for r in found} == {1}
-    assert all(r["segmentation"]["size"] == [600, 600] for r in found)
+    assert all(r["segmentation"]["size"] == [400, 400] for r in found)
     assert "bbox/AP" in read_metrics(tmp_path)[-1]
 
     val = sorted((large_images / "val").glob("*.tif"))
