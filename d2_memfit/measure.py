@@ -147,7 +147,7 @@ def _steps(job: Job, **options: Any) -> tuple[Callable[[], float], Any]:
     torch.manual_seed(0)
     model, optimizer = build_with_values(job, device)
     precision = job.precision(device)
-    if precision.scaler is not None:  # the first steps must not be left out
+    if precision.scaler.is_enabled():  # the first steps must not be left out
         precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
     batch = job.training_batch(job.geometry.window)
     for d in batch:

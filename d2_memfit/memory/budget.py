@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ..common import GB
-from ..common.checks import fits
 from ..common.errors import ConfigError
 from .readings import available_host_bytes, process_memory
 
-__all__ = ["auto_budget_gb", "check_budget", "cuda_context_bytes", "enforce_budget"]
+__all__ = ["auto_budget_gb", "cuda_context_bytes", "enforce_budget"]
 __all__ += ["limit_library_caches", "return_large_blocks", "segments_expand"]
 __all__ += ["take_library_buffers", "use_expandable_segments"]
 
@@ -63,16 +62,6 @@ _replaced: dict[str, Any] = {}
 
 # By GPU, bytes that other processes take; the least that this process has ever seen.
 _others: dict[int, int] = {}
-
-
-def check_budget(budget_gb: Any) -> None:
-    """Raise :class:`ConfigError` unless the budget is a number above 0, "auto", or None."""
-    is_known = budget_gb is None or budget_gb == "auto"
-    if not is_known and not (fits(budget_gb, float) and budget_gb > 0):
-        raise ConfigError(
-            "MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6 or 7.5, or 'auto', got "
-            f"{budget_gb!r}"
-        )
 
 
 def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> float:
