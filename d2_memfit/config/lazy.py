@@ -61,8 +61,8 @@ def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
     values = {key: OmegaConf.select(cfg, lazy_name(key)) for key in (*_OTHERS, *_SOLVER)}
     values["DATALOADER.NUM_WORKERS"] = values["DATALOADER.NUM_WORKERS"] or 0
     keys = with_settings(get_cfg(), {key: v for key, v in values.items() if v is not None})
-    if memfit := cfg.train.get("memfit"):
-        merge_memfit(keys, OmegaConf.to_container(memfit, resolve=True))
+    given: Any = OmegaConf.to_container(cfg.train.get("memfit") or OmegaConf.create(), resolve=True)
+    merge_memfit(keys, given)
     keys.DATALOADER.ASPECT_RATIO_GROUPING = cfg.dataloader.train.get("aspect_ratio_grouping", True)
     keys.DATASETS.TEST = ("dataloader.test",) if evaluates_lazy(cfg) else ()
     keys.TEST.EVAL_PERIOD = cfg.train.get("eval_period", 0)
