@@ -36,8 +36,6 @@ from .planner.worst_outputs import worst_case
 
 __all__ = ["ITEMS", "measure_gpu", "measure_item"]
 
-Record = dict[str, Any]
-
 _MOST_SECONDS = 120  # of one item
 _MASK_RCNN = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
 _OTHERS = (
@@ -70,7 +68,7 @@ ITEMS = (
 )
 
 
-def measure_item(name: str, device_name: str, small: bool) -> Record:
+def measure_item(name: str, device_name: str, small: bool) -> dict[str, Any]:
     """Estimate and measure an item in this process; memory is in bytes.
 
     Args:
@@ -100,7 +98,7 @@ def measure_item(name: str, device_name: str, small: bool) -> Record:
     return {**record, "micro_batch": estimate.micro_batch_size, **_measured(job, device)}
 
 
-def _measured(job: Job, device: torch.device) -> Record:
+def _measured(job: Job, device: torch.device) -> dict[str, Any]:
     """Memory and time of training steps and of an evaluation, under the job's budget if any."""
     enforce_budget(job.budget_gb, str(device))
     step, trainer = _steps(job, micro_batch_size=job.geometry.largest_micro_batch)
@@ -123,11 +121,10 @@ def _measured(job: Job, device: torch.device) -> Record:
         "device_measured_bytes": max(of_training, of_evaluation),
         "evaluation_measured_bytes": evaluation,
         "outside_bytes": _outside_bytes(device),
-        "retries": torch.cuda.memory_stats(device)["num_alloc_retries"],
     }
 
 
-def _recovered(job: Job, device: torch.device) -> Record:
+def _recovered(job: Job, device: torch.device) -> dict[str, Any]:
     """The loss of a batch that does not fit, and of its halves with enough memory."""
     step, trainer = _steps(job, micro_batch_size=4)
     loss = step()  # and the check of the losses, which has a forward over the whole batch
@@ -147,7 +144,7 @@ def _steps(job: Job, **options: Any) -> tuple[Callable[[], float], Any]:
     torch.manual_seed(0)
     model, optimizer = build_with_values(job, device)
     precision = job.precision(device)
-    if precision.scaler is not None:  # the first steps must not be left out
+    if precision.scaler.is_enabled():  # the first steps must not be left out
         precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
     batch = job.training_batch(job.geometry.window)
     for d in batch:
@@ -164,7 +161,7 @@ def _steps(job: Job, **options: Any) -> tuple[Callable[[], float], Any]:
     return step, trainer
 
 
-def _outside_of_jobs(device: torch.device) -> Record:
+def _outside_of_jobs(device: torch.device) -> dict[str, Any]:
     """Memory of an empty context, and of cuBLAS."""
     rows = torch.zeros(512, 512, device=device, requires_grad=True)
     rows.grad = torch.zeros_like(rows)
@@ -232,7 +229,7 @@ def _start(*arguments: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def _record_of(process: "subprocess.Popen[str]", seconds: float) -> Record:
+def _record_of(process: "subprocess.Popen[str]", seconds: float) -> dict[str, Any]:
     """The record of a started process, or its error."""
     try:
         output, errors = process.communicate("start\n", max(seconds, 0))
@@ -245,14 +242,14 @@ def _record_of(process: "subprocess.Popen[str]", seconds: float) -> Record:
         return {"error": f"status {process.returncode}: {' '.join(errors.split())[-500:]}"}
 
 
-def _read(file: Path) -> dict[str, Record]:
+def _read(file: Path) -> dict[str, dict[str, Any]]:
     """Records by item; lines that are not complete are left out."""
     lines = file.read_text().splitlines() if file.is_file() else []
     found = [json.loads(line) for line in lines if line.startswith('{"item": ') and line[-1] == "}"]
     return {record.pop("item"): record for record in found}
 
 
-def _table(records: dict[str, Record]) -> str:
+def _table(records: dict[str, dict[str, Any]]) -> str:
     rows = ["measured GB  estimated GB  estimated / measured  item"]
     for name, record in records.items():
         for of in ("", "device_", "evaluation_"):

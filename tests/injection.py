@@ -80,13 +80,12 @@ def scalars(storage):
 def everything(trainer, storage):
     """All state that a recovery must leave as if it had not been needed."""
     model = trainer.model
-    scaler = trainer.precision.scaler
     return {
         "parameters": parameters(model),
         "buffers": {name: b.clone() for name, b in model.named_buffers()},
         "numbers": getattr(model, "loss_normalizer", None),
         "optimizer": trainer.optimizer.state_dict(),
-        "scaler": scaler and scaler.state_dict(),
+        "scaler": trainer.precision.scaler.state_dict(),
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state()[1:],
         "python": random.getstate(),

@@ -11,8 +11,7 @@ from typing import Any, Optional
 from ..common.checks import did_you_mean
 from ..common.errors import ConfigError
 
-__all__ = ["CARDS", "PRESETS", "Card", "cards_named", "find_card", "settings_of_card"]
-__all__ += ["why_no_card_has"]
+__all__ = ["CARDS", "PRESETS", "Card", "find_card", "settings_of_card", "why_no_card_has"]
 
 # Memory, in GB of 2^30 bytes, that a process may take of a card of a nominal size: the smallest
 # "total capacity" that PyTorch reports for one, less 0.1. A card with a desktop has 0.3 to 1 GB
@@ -43,8 +42,8 @@ class Card:
         memory_gb: nominal memory.
         usable_gb: memory that PyTorch reports.
         context_mb: memory of an empty CUDA context.
-        float16_fails: whether training in float16 is known to give NaN.
-        is_unified: whether CPU and GPU share one memory.
+        remarks: "float16 fails" if training in it is known to give NaN, "unified" if CPU and GPU
+            share one memory, or nothing.
     """
 
     device: str
@@ -52,46 +51,32 @@ class Card:
     memory_gb: float
     usable_gb: float
     context_mb: float
-    float16_fails: bool
-    is_unified: bool
+    remarks: str
 
     @property
     def budget_gb(self) -> float:
         """What a process may take: the usable memory less 0.1 GB, as for a preset."""
         return math.floor(10 * self.usable_gb - 1 + 1e-6) / 10
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Keys and values of the budget."""
-        return {"MEMFIT.PRESET": "", "MEMFIT.BUDGET_GB": self.budget_gb}
-
 
 def _read_table() -> dict[str, Card]:
     """The rows of cards.csv by device."""
     lines = (Path(__file__).parent / "cards.csv").read_text().splitlines()
+    _head, *rows = csv.reader(line for line in lines if not line.startswith("#"))
     cards: dict[str, Card] = {}
-    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
-        device = "_".join(_words(row["card"]))
-        device += f"_{row['GB']}gb" if device in cards else ""
-        cards[device] = Card(
-            device=device,
-            name=row["card"],
-            memory_gb=float(row["GB"]),
-            usable_gb=float(row["usable GB"]),
-            context_mb=float(row["context MB"]),
-            float16_fails=row["remarks"] == "float16 fails",
-            is_unified=row["remarks"] == "unified",
-        )
+    for name, size, usable, _capability, context, remarks in rows:
+        device = "_".join(_words(name))
+        device += f"_{size}gb" if device in cards else ""
+        cards[device] = Card(device, name, float(size), float(usable), float(context), remarks)
     return cards
 
 
+# Of forms of a card, such as Max-Q and PCIe, the memory is the same.
 _NOISE = re.compile(
     r"nvidia|geforce|tesla|quadro|gpu|graphics|card|blackwell|generation|workstation|server|edition"
-    r"|developer|kit|module|with|design|hbm\de?"
+    r"|developer|kit|module|with|design|hbm\de?|max|q|maxq|pcie?|sxm\d?"
 )
-_SIZE = re.compile(r"(?<![\w.])(\d+) ?(?:gb|gib|g)\b")
-# Laptops' GTX 10, GTX 16 and RTX 20 have the memory, and most the name, of the card for desktops.
-_LIKE_DESKTOPS = re.compile(r"((?:gtx)?1[06]\d0.*?|(?:rtx)?20[678]0.*?)(?:laptop|maxq)")
+_SIZE = re.compile(r"(?i)(?<![a-z\d.])(\d+) ?(?:gb|gib|g)\b")
 
 
 def _words(text: str) -> list[str]:
@@ -100,17 +85,12 @@ def _words(text: str) -> list[str]:
     return [word for word in words if not _NOISE.fullmatch(word)]
 
 
-def _usual(text: str) -> str:
-    # PyTorch's name of a GH200 has the memory of the CPU.
-    return (
-        text.lower().replace("_", " ").replace("gh200 480gb", "gh200").replace("dgx spark", "gb10")
-    )
+def _joined(text: str) -> str:
+    """The words without the series, which people leave out."""
+    return re.sub("^(rtx|gtx|jetson)", "", "".join(_words(text)))
 
 
 CARDS = _read_table()
-_BY_NAME: dict[str, list[Card]] = {}
-for _of_table in CARDS.values():
-    _BY_NAME.setdefault("".join(_words(_of_table.name)), []).append(_of_table)
 
 
 def cards_named(text: str) -> list[Card]:
@@ -118,14 +98,8 @@ def cards_named(text: str) -> list[Card]:
 
     "rtx3060", "3060" and "NVIDIA GeForce RTX 3060" are the same. A size in the name does not count.
     """
-    words = _words(_SIZE.sub(" ", _usual(text)))
-    without_form = "".join(word for word in words if not re.fullmatch(r"pcie?|sxm\d?", word))
-    like_desktops = _LIKE_DESKTOPS.fullmatch(without_form)
-    for name in ("".join(words), without_form, like_desktops[1] if like_desktops else ""):
-        for prefix in ("", "rtx", "gtx", "jetson"):
-            if prefix + name in _BY_NAME:
-                return _BY_NAME[prefix + name]
-    return []
+    name = _joined(_SIZE.sub(" ", text))
+    return [card for card in CARDS.values() if _joined(card.name) == name]
 
 
 def find_card(text: str, gigabytes: Optional[float] = None) -> Optional[Card]:
@@ -134,7 +108,7 @@ def find_card(text: str, gigabytes: Optional[float] = None) -> Optional[Card]:
     Args:
         gigabytes: its memory, if something else than the name tells it: the nearest size counts.
     """
-    cards, size = cards_named(text), _SIZE.search(_usual(text))
+    cards, size = cards_named(text), _SIZE.search(text)
     if cards and gigabytes is not None:
         return min(cards, key=lambda card: abs(card.memory_gb - gigabytes))
     return next((c for c in cards if size is None or c.memory_gb == float(size[1])), None)
@@ -151,16 +125,14 @@ def settings_of_card(text: str) -> dict[str, Any]:
     """
     card = find_card(text)
     if card is not None:
-        return card.settings
+        return {"MEMFIT.PRESET": "", "MEMFIT.BUDGET_GB": card.budget_gb}
     size = re.fullmatch(r"(\d+) ?(?:gb|gib|g)?", text.strip().lower())
     if size and f"{size[1]}GB" in PRESETS:
         return {"MEMFIT.PRESET": f"{size[1]}GB", "MEMFIT.BUDGET_GB": None}
-    names = [" ".join(_words(card.name)).upper() for card in CARDS.values()]
-    hint = did_you_mean(" ".join(_words(text)).upper(), [*PRESETS, *dict.fromkeys(names)])
+    known = cards_named(text) or CARDS.values()  # of another size, or of another name
+    names = [card.device.replace("_", " ").upper() for card in known]
+    hint = did_you_mean(" ".join(_words(text)).upper(), [*PRESETS, *names])
     there = f"There are {', '.join(PRESETS)}, and names of NVIDIA's cards"
-    if cards := cards_named(text):
-        sizes = [f"{card.memory_gb:g}GB" for card in cards]
-        hint, there = "", f"{cards[0].name} comes with {', '.join(sizes)}"
     raise ConfigError(
         f"--card: {text!r} is not known{hint}. {there}. For others, also of other makers, --budget "
         "takes any number of GB (docs/MACHINES.md)"

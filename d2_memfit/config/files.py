@@ -21,31 +21,25 @@ import detectron2
 import yaml
 from detectron2.config import CfgNode
 
-from ..common.checks import did_you_mean, suggestion
+from ..common.checks import did_you_mean
 from ..common.errors import ConfigError
 from ..common.files import SafeLoader, is_file
 from ..common.patching import replaced_functions
-from .keys import keys_of
+from .keys import leaves
 
-__all__ = ["OUR_ZOO", "arithmetic_in_yaml", "detectron2_zoo", "find_config_file"]
+__all__ = ["DETECTRON2_ZOO", "OUR_ZOO", "arithmetic_in_yaml", "find_config_file"]
 __all__ += ["keys_in_own_files"]
 
 _EXAMPLE = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
 
-def detectron2_zoo() -> Path:
-    """The folder with the configs of Detectron2's model zoo.
-
-    ``detectron2.model_zoo`` is not imported: it needs pkg_resources, which setuptools 82 and later
-    do not have.
-    """
-    return Path(detectron2.__file__).parent / "model_zoo" / "configs"
-
-
+# detectron2.model_zoo is not imported: it needs pkg_resources, which setuptools 82 and later do not
+# have.
+DETECTRON2_ZOO = Path(detectron2.__file__).parent / "model_zoo" / "configs"
 _INSTALLED = Path(__file__).parent / "configs"
 _CHECKOUT = Path(__file__).parents[2] / "configs"
 OUR_ZOO = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-_ZOOS = (OUR_ZOO, detectron2_zoo())
+_ZOOS = (OUR_ZOO, DETECTRON2_ZOO)
 
 
 def find_config_file(name: str, suffix: str = ".yaml") -> str:
@@ -56,12 +50,8 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
         suffix: ".yaml", or ".py" for a LazyConfig.
 
     Raises:
-        ConfigError: there is no such file, or the name is empty.
+        ConfigError: there is no such file.
     """
-    if not name:
-        raise ConfigError(f"--config-file: name a config of the zoo, such as {_EXAMPLE}, or a file")
-    if name.endswith(".py") and suffix == ".yaml":
-        raise ConfigError(f"{name} is a LazyConfig, but this command takes a yaml config")
     if is_file(name):
         return name
     for folder in _ZOOS:
@@ -69,9 +59,8 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
             if file.is_file():
                 return str(file)
     files = {f.relative_to(zoo).as_posix() for zoo in _ZOOS for f in zoo.glob(f"*/**/*{suffix}")}
-    names = sorted(name for name in files if "/Base-" not in name and "__init__" not in name)
-    same = [n for n in names if Path(n).stem == Path(name).stem]  # in any folder of the zoo
-    hint = suggestion(same) or did_you_mean(name, names, cutoff=0.5)
+    same = {file for file in files if Path(file).stem == Path(name).stem}  # in any folder
+    hint = did_you_mean(name, sorted(same or files), cutoff=0.5)
     raise ConfigError(
         f"--config-file {name!r} does not exist, as a file or as a config of the zoo{hint}. An "
         f"example is {_EXAMPLE}"
@@ -84,7 +73,7 @@ def keys_in_own_files(config_file: str) -> set[str]:
     A recipe of the zoo is for the zoo's dataset. A user's own file is for the user's dataset.
     """
     with arithmetic_in_yaml():
-        return {*keys_of(CfgNode(_OwnFiles.load_yaml_with_base(config_file)))}
+        return {*dict(leaves(_OwnFiles.load_yaml_with_base(config_file)))}
 
 
 class _OwnFiles(CfgNode):
@@ -101,6 +90,7 @@ _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     **{ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv},
     **{ast.Mod: operator.mod, ast.Pow: operator.pow},
 }
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"int": int, "range": range}
 
 
 class _Loader(SafeLoader):
@@ -146,9 +136,6 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         if isinstance(loop.target, ast.Name) and not loop.ifs:
             name, items = loop.target.id, _value(loop.iter, names)
             return [_value(node.elt, {**names, name: item}) for item in items]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        if node.func.id == "range":
-            return list(range(*[_value(argument, names) for argument in node.args]))
-        if node.func.id == "int" and len(node.args) == 1:
-            return int(_value(node.args[0], names))
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in _FUNCTIONS:
+        return _FUNCTIONS[ast.unparse(node.func)](*[_value(item, names) for item in node.args])
     raise ValueError(f"{ast.unparse(node)[:100]!r} is not arithmetic")

@@ -8,30 +8,18 @@ technique is an attribute of its class, in :mod:`d2_memfit.techniques`.
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg
 
-from ..common.checks import (
-    Check,
-    check_all,
-    check_device,
-    choice,
-    did_you_mean,
-    fits,
-    or_none,
-    shorter_sides,
-    whole,
-)
+from ..common.checks import Check, check_all, choice, did_you_mean, fits, or_none, whole
 from ..common.errors import ConfigError
 from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS
 
-__all__ = ["KEYS", "Key", "all_keys", "check_arguments", "checks_of", "default_keys"]
-__all__ += ["keys_of", "leaves", "unknown_key"]
+__all__ = ["KEYS", "Key", "all_keys", "check_arguments", "checks_of", "leaves", "unknown_key"]
 
 
 class Key(NamedTuple):
@@ -53,7 +41,6 @@ _BUDGET = Check(
     "a number of GB above 0, such as 6 or 7.5, 'auto' or None",
     lambda value: value in (None, "auto") or (fits(value, float) and value > 0),
 )
-_PRESET = Check(f"{', '.join(PRESETS)} or ''", lambda value: value in ("", *PRESETS))
 _COUNTS = Check(
     'pairs of a pattern of names and "objects" or "sum", such as [["loss_mask*", "objects"]]',
     lambda value: (
@@ -79,7 +66,7 @@ KEYS = (
         "Device memory in GB (2^30 bytes) of each rank, with the CUDA context. PyTorch's allocator "
         "enforces it on a GPU; on a Linux CPU the kernel does, there also for each worker of the "
         "loader. auto: what is free at the start, less a margin. None: no limit."),
-    Key("MEMFIT.PRESET", "", _PRESET,
+    Key("MEMFIT.PRESET", "", choice("", *PRESETS),
         "A budget by the nominal memory of a card, instead of BUDGET_GB. --card 6GB sets it."),
     Key("MEMFIT.OOM.POLICY", "raise", choice("raise", "split"),
         "What happens at an out-of-memory error. raise ends the run, as in Detectron2. split runs "
@@ -114,19 +101,11 @@ KEYS = (
 )
 # fmt: on
 
-_SIZES = Check(
-    "one or more sizes in pixels, each an integer of at least 0",
-    lambda value: (
-        fits(value, int if isinstance(value, int) else list[int])
-        and min(shorter_sides(value), default=-1) >= 0
-    ),
-)
-# Detectron2's own keys, where batches, schedules and the largest batch are computed from them.
-_DETECTRON2: dict[str, Callable[[str, Any], Any]] = {
-    "MODEL.DEVICE": lambda key, value: check_device(value),
+_SIZES = Check("one or more sizes in pixels", lambda value: fits(value, Union[int, list[int]]))
+# Detectron2's own keys, from which batches, schedules and the largest batch are computed.
+_DETECTRON2 = {
     "SOLVER.IMS_PER_BATCH": _IMAGES,
     "SOLVER.MAX_ITER": whole(1, 10**9),
-    "SOLVER.REFERENCE_WORLD_SIZE": whole(0),
     "DATALOADER.NUM_WORKERS": whole(0),
     **dict.fromkeys(("INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST"), _SIZES),
     **dict.fromkeys(("INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"), whole()),
@@ -142,11 +121,6 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def keys_of(tree: Mapping[str, Any]) -> list[str]:
-    """Full names of all keys of a config, without nodes."""
-    return [key for key, _ in leaves(tree)]
-
-
 def all_keys() -> Iterator[Key]:
     """All keys of d2_memfit, with those of techniques, also of a project's."""
     yield from KEYS
@@ -154,18 +128,6 @@ def all_keys() -> Iterator[Key]:
         if t.key:
             text = (inspect.getdoc(t) or "").partition("\n\nKey: ")[2].partition("\n\n")[0]
             yield Key(t.key, t.off, t.check, f"{' '.join(text.split())} ({t.tier})")
-
-
-def default_keys() -> CN:
-    """The defaults of all keys."""
-    cfg = CN()
-    for key in all_keys():
-        *parents, name = key.name.split(".")
-        node = cfg
-        for parent in parents:
-            node = node.setdefault(parent, CN())
-        node[name] = copy(key.default)
-    return cfg
 
 
 def check_arguments(values: Mapping[str, Any]) -> None:
@@ -188,14 +150,13 @@ def checks_of(cfg: CN, trains: bool = True) -> Iterator[tuple[Sequence[str], Cal
         trains: False for an evaluation, which does not read the keys of training.
     """
     values = dict(leaves(cfg))
-    checks: dict[str, Callable[[str, Any], Any]] = {**_DETECTRON2}
-    checks |= {key.name: key.check for key in all_keys()}
+    checks = {**_DETECTRON2, **{key.name: key.check for key in all_keys()}}
     for key, check in checks.items():
         if trains or not key.startswith("SOLVER."):
             yield [key], partial(check, key, values.get(key))
     if trains:
         yield ["MEMFIT.PLAN.ENABLED", "MEMFIT.BUDGET_GB", "MEMFIT.PRESET"], partial(_budgeted, cfg)
-    known = keys_of(default_keys()) + keys_of(get_cfg())
+    known = [*checks, *dict(leaves(get_cfg()))]
     for key, value in values.items():
         yield [key], partial(_known_and_finite, key, value, known)
 

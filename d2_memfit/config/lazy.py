@@ -20,7 +20,6 @@ _OTHERS = {
     "OUTPUT_DIR": "train.output_dir",
 }
 _SOLVER = ("SOLVER.ACCUMULATION_STEPS", "SOLVER.AMP.ENABLED", "SOLVER.MAX_ITER")
-_MISPLACED = ("micro_batch", "budget_gb", "oom", "amp.dtype")
 
 
 def lazy_name(key: str) -> str:
@@ -56,19 +55,14 @@ def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
     for place in ("model", "optimizer", "dataloader", "train", *needed):
         if OmegaConf.select(cfg, place) is None:
             raise ConfigError(f"the LazyConfig has no {place}, which a job needs")
-    for name in _MISPLACED:
-        if OmegaConf.select(cfg.train, name) is not None:
-            place = name.replace("amp.", "amp_")
-            raise ConfigError(f"train.{name} is not read: it is called train.memfit.{place}")
+    for name in ("micro_batch", "budget_gb", "oom"):
+        if name in cfg.train:
+            raise ConfigError(f"train.{name} is not read: it is called train.memfit.{name}")
     values = {key: OmegaConf.select(cfg, lazy_name(key)) for key in (*_OTHERS, *_SOLVER)}
     values["DATALOADER.NUM_WORKERS"] = values["DATALOADER.NUM_WORKERS"] or 0
     keys = with_settings(get_cfg(), {key: v for key, v in values.items() if v is not None})
-    merge_memfit(keys, cfg.train.get("memfit") or {})
-    if keys.MEMFIT.HOST.BUDGET_GB is not None:
-        raise ConfigError(
-            "train.memfit.host.budget_gb cannot be used in a LazyConfig: lower "
-            "dataloader.train.num_workers"
-        )
+    given: Any = OmegaConf.to_container(cfg.train.get("memfit") or OmegaConf.create(), resolve=True)
+    merge_memfit(keys, given)
     keys.DATALOADER.ASPECT_RATIO_GROUPING = cfg.dataloader.train.get("aspect_ratio_grouping", True)
     keys.DATASETS.TEST = ("dataloader.test",) if evaluates_lazy(cfg) else ()
     keys.TEST.EVAL_PERIOD = cfg.train.get("eval_period", 0)

@@ -4,85 +4,65 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
-import yaml
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg as _get_detectron2_cfg
 
 from ..common.checks import check_all
 from ..common.errors import ConfigError
 from .files import arithmetic_in_yaml, find_config_file
-from .keys import checks_of, default_keys, keys_of, leaves, unknown_key
+from .keys import all_keys, checks_of, leaves, unknown_key
 
 __all__ = ["add_memfit_config", "get_cfg", "load_cfg", "merge_memfit", "merge_opts"]
-__all__ += ["with_memfit_keys", "with_settings", "without_memfit_keys"]
+__all__ += ["with_memfit_keys", "with_settings"]
 
 Pairs = Sequence[tuple[str, Any, str]]  # keys, values, and the start of messages about them
 
 
 def add_memfit_config(cfg: CN) -> None:
     """Add the keys of d2_memfit to a Detectron2 config. Existing keys keep their values."""
-    _add_missing(cfg, default_keys())
-
-
-def _add_missing(cfg: CN, defaults: CN) -> None:
-    for key, value in defaults.items():
-        if key not in cfg:
-            # Use the config's own class: yacs merges no other, and a project may have one.
-            setattr(cfg, key, type(cfg)(value) if isinstance(value, CN) else copy(value))
-        elif isinstance(value, CN):
-            _add_missing(cfg[key], value)
+    for key in all_keys():
+        *parents, name = key.name.split(".")
+        node = cfg
+        for parent in parents:
+            if parent not in node:
+                # Use the config's own class: yacs merges no other, and a project may have one.
+                setattr(node, parent, type(cfg)())
+            node = node[parent]
+        if name not in node:
+            setattr(node, name, copy(key.default))
 
 
 def with_memfit_keys(cfg: CN) -> CN:
-    """A copy of a config with missing keys of d2_memfit added."""
-    return _changed(cfg, add_memfit_config)
-
-
-def without_memfit_keys(cfg: CN) -> CN:
-    """Copy a config without the keys of d2_memfit, so that plain Detectron2 can load it."""
-    plain = cfg.clone()
-    plain.defrost()
-    del plain["MEMFIT"], plain.SOLVER["ACCUMULATION_STEPS"]
-    return plain
+    """A copy of a config, not frozen, with missing keys of d2_memfit added."""
+    complete = cfg.clone()
+    complete.defrost()
+    add_memfit_config(complete)
+    return complete
 
 
 def with_settings(cfg: CN, settings: Mapping[str, Any]) -> CN:
     """A copy of a config with other values for some keys, such as ``{"MODEL.DEVICE": "cpu"}``.
 
     Raises:
-        KeyError: there is no such key.
+        ConfigError: there is no such key.
     """
-
-    def set_all(changed: CN) -> None:
-        for key, value in settings.items():
-            node, name = _node_of(changed, key)
-            node[name] = value
-
-    return _changed(cfg, set_all)
-
-
-def _changed(cfg: CN, change: Callable[[CN], None]) -> CN:
-    """A copy of a config after a change, frozen if the config is."""
-    changed = cfg.clone()
-    changed.defrost()
-    change(changed)
-    if cfg.is_frozen():
-        changed.freeze()
+    changed = cfg.clone()  # which is frozen if the config is; items are set nevertheless
+    known = [*dict(leaves(cfg))]
+    for key, value in settings.items():
+        if key not in known:
+            raise unknown_key(key, known)
+        node, name = _node_of(changed, key)
+        node[name] = value
     return changed
 
 
 def _node_of(cfg: CN, key: str) -> tuple[CN, str]:
-    """The node of a key, and the key's own name. Raises ``KeyError`` if there is none."""
+    """The node of a key that there is, and the key's own name."""
     *parents, name = key.split(".")
-    node: Any = cfg
-    for parent in parents:
-        node = node.get(parent) if isinstance(node, CN) else None
-    if not isinstance(node, CN) or name not in node:
-        raise KeyError(key)
-    return node, name
+    return reduce(getattr, parents, cfg), name
 
 
 def get_cfg() -> CN:
@@ -116,9 +96,8 @@ def load_cfg(
             if inspect.signature(add).parameters:
                 add(cfg)
             else:
-                made = add()
-                _add_missing(made, cfg)
-                cfg = made
+                cfg = add()
+                add_memfit_config(cfg)
         except Exception as e:  # whatever a project's code raises
             raise ConfigError(
                 f"{add.__name__} could not add a project's keys to the config "
@@ -139,9 +118,6 @@ def merge_opts(cfg: CN, opts: Sequence[Any]) -> None:
 
 
 def _pairs(cfg: CN, opts: Sequence[Any]) -> Pairs:
-    for text in map(str, opts):
-        if text != text.encode(errors="ignore").decode():
-            raise ConfigError(f"{text!r} is not UTF-8, as a config must be: use another name")
     if len(opts) % 2:
         raise ConfigError(f"KEY VALUE pairs: a value is missing after {opts[-1]}")
     pairs = dict(zip(opts[::2], opts[1::2]))
@@ -154,8 +130,7 @@ def merge_memfit(cfg: CN, keys: Mapping[str, Any]) -> None:
     """Merge keys of MEMFIT, such as those of a LazyConfig's ``train.memfit``.
 
     Args:
-        keys: nested, of Python or OmegaConf, in lower or upper case, such as
-            ``{"checkpoint": {"modules": ["backbone"]}}``.
+        keys: nested, in lower or upper case, such as ``{"checkpoint": {"modules": ["backbone"]}}``.
 
     Raises:
         ConfigError: some keys or values are wrong. The message has a line for each.
@@ -173,17 +148,14 @@ def _merge_file(cfg: CN, file: str) -> Pairs:
             except Exception:  # which names the first key that is wrong
                 values = CN(CN.load_yaml_with_base(file))
                 return [(key, value, f"{file}: ") for key, value in leaves(values)]
-    except RecursionError as e:
-        raise ConfigError(f"{file}: its _BASE_ leads back to itself") from e
-    except (AttributeError, TypeError) as e:  # something other than a mapping was searched for keys
-        raise ConfigError(f"{file}: not a config: it must be a mapping of keys to values") from e
-    except (AssertionError, OSError, ValueError, yaml.YAMLError) as e:
-        raise ConfigError(f"{file}: {' '.join(str(e).split())}") from e
+    except Exception as e:
+        why = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        raise ConfigError(f"{file} cannot be read as a mapping of keys to values ({why})") from e
 
 
 def _merge(cfg: CN, pairs: Pairs) -> None:
     """Merge keys and values. If some are wrong, the error has the values that cannot work, too."""
-    known = [*keys_of(cfg)]
+    known = [*dict(leaves(cfg))]
     merges = [([pair[0]], partial(_merge_value, cfg, *pair, known)) for pair in pairs]
     try:
         check_all(merges)
@@ -192,14 +164,11 @@ def _merge(cfg: CN, pairs: Pairs) -> None:
 
 
 def _merge_value(cfg: CN, key: str, value: Any, where: str, known: Sequence[str]) -> None:
-    try:
-        node, name = _node_of(cfg, key)
-    except KeyError as e:
-        raise unknown_key(key, known, where) from e
-    if dict(leaves(default_keys())).get(key, "") is None:
+    if key not in known:
+        raise unknown_key(key, known, where)
+    node, name = _node_of(cfg, key)
+    if any(own.name == key and own.default is None for own in all_keys()):
         node[name] = None  # of any type: MEMFIT.BUDGET_GB is 6, 5.5 or "auto"
-    if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):
-        value = list(value)  # OmegaConf's, too
     try:
         cfg.merge_from_list([key, value])
     except Exception as e:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Optional, Union
 
 import torch
@@ -19,18 +19,14 @@ from ..common.checks import check_all, check_device, check_positive_int, choice
 from ..common.errors import ConfigError
 from ..memory import auto_budget_gb
 from ..techniques.host import workers_bytes
-from ..techniques.registry import TECHNIQUES
-from ..techniques.technique import Technique
 from .cards import PRESETS
 from .keys import check_arguments, checks_of
 from .load import with_memfit_keys, with_settings
 
-__all__ = ["NormalizerOptions", "Precision", "RecoveryOptions", "Settings", "auto_scale_workers"]
-__all__ += ["check_settings"]
+__all__ = ["NormalizerOptions", "Precision", "RecoveryOptions", "auto_scale_workers"]
+__all__ += ["check_settings", "checked_cfg"]
 
 logger = logging.getLogger(__name__)
-
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,13 @@ class RecoveryOptions:
     def __post_init__(self) -> None:
         check_arguments({"MEMFIT.OOM.LAST_RESORT": self.last_resort})
 
+    @classmethod
+    def from_cfg(cls, cfg: CfgNode) -> "Optional[RecoveryOptions]":
+        """The options of a config; None if an out-of-memory error is to end the run."""
+        if cfg.MEMFIT.OOM.POLICY == "raise":
+            return None
+        return cls(cfg.MEMFIT.OOM.LAST_RESORT, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
+
 
 @dataclass(frozen=True)
 class NormalizerOptions:
@@ -73,59 +76,37 @@ class NormalizerOptions:
             {"MEMFIT.NORMALIZERS.POLICY": self.policy, "MEMFIT.NORMALIZERS.LOSSES": self.losses}
         )
 
-
-@dataclass(frozen=True)
-class Settings:
-    """The checked settings of a run.
-
-    Attributes:
-        cfg: the frozen yacs config, with all keys of d2_memfit, scaled to the ranks, and with
-            MEMFIT.BUDGET_GB as a number or None.
-        ranks: processes that train together.
-    """
-
-    cfg: CfgNode
-    ranks: int
-
     @classmethod
-    def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, trains: bool = True) -> "Settings":
-        """Check a config, and fill in what it leaves open.
+    def from_cfg(cls, cfg: CfgNode) -> "NormalizerOptions":
+        return cls(cfg.MEMFIT.NORMALIZERS.POLICY, cfg.MEMFIT.NORMALIZERS.LOSSES)
 
-        Args:
-            ranks: processes that train together; None for those of this run.
-            trains: False for an evaluation, which does not read the keys of training.
 
-        Raises:
-            ConfigError: some values cannot work, and the message names all of them. Or BUDGET_GB is
-                "auto", and free memory cannot be measured.
-        """
+def checked_cfg(cfg: CfgNode, ranks: int, trains: bool = True) -> CfgNode:
+    """Check a config, and fill in what it leaves open.
+
+    Args:
+        ranks: processes that train together.
+        trains: False for an evaluation, which does not read the keys of training.
+
+    Returns:
+        CfgNode: frozen, with all keys of d2_memfit, scaled to the ranks, and with MEMFIT.BUDGET_GB
+        as a number or None.
+
+    Raises:
+        ConfigError: some values cannot work, and the message names all of them. Or BUDGET_GB is
+            "auto", and free memory cannot be measured.
+    """
+    check_positive_int("num_gpus", ranks)
+    cfg = check_settings(with_memfit_keys(cfg), ranks, trains)
+    budget_gb = cfg.MEMFIT.BUDGET_GB
+    if budget_gb is None and cfg.MEMFIT.PRESET:
+        budget_gb = PRESETS[cfg.MEMFIT.PRESET]
+    if budget_gb == "auto":
         ranks_here = compat.local_world_size() if comm.get_world_size() > 1 else ranks
-        ranks = comm.get_world_size() if ranks is None else ranks
-        check_positive_int("num_gpus", ranks)
-        cfg = check_settings(with_memfit_keys(cfg), ranks, trains)
-        budget_gb = cfg.MEMFIT.BUDGET_GB
-        if budget_gb is None and cfg.MEMFIT.PRESET:
-            budget_gb = PRESETS[cfg.MEMFIT.PRESET]
-        if budget_gb == "auto":
-            of_workers = workers_bytes(cfg, ranks)
-            budget_gb = auto_budget_gb(cfg.MODEL.DEVICE, ranks_here or ranks, of_workers)
-        cfg = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb})
-        cfg.freeze()
-        return cls(cfg, ranks)
-
-    @cached_property
-    def recovery(self) -> Optional[RecoveryOptions]:
-        """Options of recovery; None if an out-of-memory error is to end the run."""
-        cfg, oom = self.cfg, self.cfg.MEMFIT.OOM
-        if oom.POLICY == "raise":
-            return None
-        return RecoveryOptions(oom.LAST_RESORT, cfg.OUTPUT_DIR, cfg.MEMFIT.BUDGET_GB)
-
-    @cached_property
-    def normalizers(self) -> NormalizerOptions:
-        """Options for the counts that losses are divided by."""
-        node = self.cfg.MEMFIT.NORMALIZERS
-        return NormalizerOptions(node.POLICY, node.LOSSES)
+        budget_gb = auto_budget_gb(cfg.MODEL.DEVICE, ranks_here, workers_bytes(cfg, ranks))
+    cfg = with_settings(cfg, {"MEMFIT.BUDGET_GB": budget_gb})
+    cfg.freeze()
+    return cfg
 
 
 def check_settings(cfg: CfgNode, ranks: Optional[int] = None, trains: bool = True) -> CfgNode:
@@ -143,21 +124,10 @@ def check_settings(cfg: CfgNode, ranks: Optional[int] = None, trains: bool = Tru
     """
     checks = [*checks_of(cfg, trains)]
     if trains and ranks is not None:
-        for technique in TECHNIQUES:
-            if "ranks" in technique.needs and ranks < 2:
-                checks.append(([technique.key], partial(_check_off, technique, cfg)))
         batch = ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS")
         checks.append((batch, partial(auto_scale_workers, cfg, ranks)))
     check_all(checks)
     return cfg if ranks is None or not trains else auto_scale_workers(cfg, ranks)
-
-
-def _check_off(technique: Technique, cfg: CfgNode) -> None:
-    if technique.is_on(cfg):
-        raise ConfigError(
-            f"{technique.key} shares memory among ranks, and there is one rank. Set it "
-            f"{technique.off}"
-        )
 
 
 def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
@@ -194,24 +164,25 @@ class Precision:
     On a GPU, float16 works as in Detectron2's ``AMPTrainer``.
 
     Args:
-        name: "float32", "float16" or "bfloat16"; "fp32", "fp16" and "bf16" for short.
+        name: "float32", "float16" or "bfloat16".
         device: device of the model.
 
     Raises:
-        ConfigError: the name is none of these, or the device cannot compute in this format.
+        ConfigError: the name is none of these, or the GPU has no bfloat16.
     """
 
     def __init__(self, name: str, device: Union[torch.device, str]) -> None:
-        name = _SHORT.get(name, name)
         choice("float32", "float16", "bfloat16")("the precision", name)
         device = check_device(str(device))
         self.dtype: torch.dtype = getattr(torch, name)
         self.device_type = device.type
-        self.scaler: Optional[torch.amp.GradScaler] = None
-        if self.dtype != torch.float32:
-            _check_device(name, device)
-        if self.dtype == torch.float16:
-            self.scaler = torch.amp.GradScaler(self.device_type)
+        can_tell = name == "bfloat16" and device.type == "cuda" and torch.cuda.is_available()
+        if can_tell and not torch.cuda.is_bf16_supported(including_emulation=False):
+            raise ConfigError(
+                "MEMFIT.AMP_DTYPE bfloat16 needs a GPU of the Ampere generation or later, and this "
+                f"is {torch.cuda.get_device_name(device)}. Set MEMFIT.AMP_DTYPE float16"
+            )
+        self.scaler = torch.amp.GradScaler(device.type, enabled=name == "float16")
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode, device: Optional[str] = None) -> "Precision":
@@ -230,8 +201,8 @@ class Precision:
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of ``loss`` to the existing ones, scaled if there is a scaler."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        """Add the gradients of ``loss`` to the existing ones, scaled in float16."""
+        self.scaler.scale(loss).backward()
 
     def step(self, optimizer: torch.optim.Optimizer, iteration: int = 0) -> None:
         """Step with the complete gradients of an iteration. Call it once per iteration.
@@ -239,9 +210,6 @@ class Precision:
         Args:
             iteration: used in the warning about a skipped step.
         """
-        if self.scaler is None:
-            optimizer.step()
-            return
         before = self.scaler.get_scale()
         self.scaler.step(optimizer)
         self.scaler.update()
@@ -251,26 +219,9 @@ class Precision:
             logger.warning(text, iteration, scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state under Detectron2's key; empty without a scaler."""
-        return {} if self.scaler is None else {"grad_scaler": self.scaler.state_dict()}
+        """The scaler's state under Detectron2's key; empty in other formats than float16."""
+        return {"grad_scaler": self.scaler.state_dict()} if self.scaler.is_enabled() else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.scaler is not None and "grad_scaler" in state_dict:
+        if "grad_scaler" in state_dict:  # not if the checkpoint was trained in another format
             self.scaler.load_state_dict(state_dict["grad_scaler"])
-        elif self.scaler is not None:
-            text = "The checkpoint was not trained in float16: the loss scale starts at %g"
-            logger.warning(text, self.scaler.get_scale())
-
-
-def _check_device(name: str, device: torch.device) -> None:
-    if not torch.amp.is_autocast_available(device.type):
-        raise ConfigError(
-            f"MEMFIT.AMP_DTYPE {name}: PyTorch has no mixed precision on the device {device.type}. "
-            "Set SOLVER.AMP.ENABLED False"
-        )
-    can_tell = name == "bfloat16" and device.type == "cuda" and torch.cuda.is_available()
-    if can_tell and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ConfigError(
-            "MEMFIT.AMP_DTYPE bfloat16 needs a GPU of the Ampere generation or later, and this is "
-            f"{torch.cuda.get_device_name(device)}. Set MEMFIT.AMP_DTYPE float16"
-        )

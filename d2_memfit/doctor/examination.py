@@ -14,6 +14,7 @@ from torch import nn
 
 from ..common.errors import ConfigError, MemfitError
 from ..common.snapshot import Snapshot, changed_by_forward, state_of
+from ..config.settings import NormalizerOptions
 from ..engine.defaults import MemfitMixin
 from ..engine.loss_check import check_losses
 from ..engine.window import images_of
@@ -140,7 +141,7 @@ def accumulates(patient: Patient) -> str:
     if images is None:
         raise Untested("not tested: batches cannot be cut into images")
     images = [_with_pixels(image, seed) for seed, image in enumerate(images)]
-    options = patient.job.settings.normalizers
+    options = NormalizerOptions.from_cfg(patient.job.cfg)
     report = patient.call(check_losses, patient.model(), patient.losses, images, options)
     if report.off:
         raise Unwell("; ".join(report.complaints()))

@@ -150,7 +150,7 @@ class Patient:
                 model,
                 [self.batch()],
                 optimizer,
-                precision=Precision("fp32", "cpu"),
+                precision=Precision("float32", "cpu"),
                 micro_batch_size=micro_batch_size,
                 recovery=RecoveryOptions() if fail_at else None,
                 normalizers=NormalizerOptions("off"),  # another check has tested the losses

@@ -18,8 +18,9 @@ from ..common import compat
 from ..common.checks import value_of
 from ..common.errors import CheckpointError, ConfigError, RankError, one_line
 from ..common.files import is_config_dump, is_local, whole_file
-from ..config.keys import default_keys
-from ..config.load import without_memfit_keys
+from ..config.keys import all_keys
+from ..config.load import with_settings
+from ..config.settings import NormalizerOptions, RecoveryOptions
 from ..job import Job, TrainerParts, checked_loader
 from ..memory import enforce_budget
 from ..techniques.registry import apply_techniques, techniques_on
@@ -65,8 +66,8 @@ class Run:
             "accumulation_steps": job.geometry.accumulation_steps,
             "precision": job.precision(),
             "micro_batch_size": job.geometry.micro_batch_size,
-            "recovery": job.settings.recovery,
-            "normalizers": job.settings.normalizers,
+            "recovery": RecoveryOptions.from_cfg(job.cfg),
+            "normalizers": NormalizerOptions.from_cfg(job.cfg),
         }
         self.not_built = {"model", "optimizer", "loader"}
         self.random_state = torch.get_rng_state()  # before a trainer first iterates over its loader
@@ -163,10 +164,9 @@ class Run:
             trainer, inner: the classes of a trainer and of its ``_trainer``. The ``run_step`` of
                 one, or ``train``, does not call that of ``AccumulatingTrainer``.
         """
-        cfg, defaults = self.job.cfg, default_keys()
-        keys = ("SOLVER.ACCUMULATION_STEPS", "MEMFIT.MICRO_BATCH", "MEMFIT.OOM.POLICY")
-        values = {key: value_of(cfg, key) for key in keys}
-        asked = [f"{key} {v}" for key, v in values.items() if v != value_of(defaults, key)]
+        names = ("SOLVER.ACCUMULATION_STEPS", "MEMFIT.MICRO_BATCH", "MEMFIT.OOM.POLICY")
+        keys = [(key, value_of(self.job.cfg, key.name)) for key in all_keys() if key.name in names]
+        asked = [f"{key.name} {value}" for key, value in keys if value != key.default]
         if asked:
             is_inner = inner.run_step is not AccumulatingTrainer.run_step
             cls, step = (inner, "super()") if is_inner else (trainer, "self._trainer")
@@ -204,8 +204,9 @@ def _write_plain_config(cfg: CfgNode) -> None:
     if os.path.exists(path) and not is_config_dump(path):
         logger.warning("%s was not written by a training, and stays as it is", path)
         return
-    plain = without_memfit_keys(cfg)
-    plain.MODEL.WEIGHTS = os.path.join(cfg.OUTPUT_DIR, "model_final.pth")
+    weights = os.path.join(cfg.OUTPUT_DIR, "model_final.pth")
+    plain = with_settings(cfg, {"MODEL.WEIGHTS": weights})
+    del plain["MEMFIT"], plain.SOLVER["ACCUMULATION_STEPS"]
     with suppress(OSError), whole_file(path, "w") as file:  # a full disk: the checkpointer says so
         file.write(plain.dump())
 

@@ -8,12 +8,13 @@ from typing import Any, Optional
 from unittest.mock import patch
 
 from detectron2.config import CfgNode
+from detectron2.utils import comm
 from torch import nn
 
 from ..common import compat
 from ..common.side_work import unchanged_random_state
 from ..common.snapshot import Snapshot
-from ..config.settings import RecoveryOptions, Settings
+from ..config.settings import RecoveryOptions, checked_cfg
 from ..data.registration import unique_annotation_ids
 from ..job import checked_test_loaders
 from ..memory import enforce_budget
@@ -44,13 +45,12 @@ def evaluating(cfg: CfgNode, model: nn.Module) -> Iterator[CfgNode]:
     if any(model is other for other in _open):
         yield cfg
         return
-    settings = Settings.from_cfg(cfg, trains=False)
-    cfg = settings.cfg
+    cfg = checked_cfg(cfg, comm.get_world_size(), trains=False)
     if cfg.MEMFIT.BUDGET_GB is not None:
         enforce_budget(cfg.MEMFIT.BUDGET_GB, cfg.MODEL.DEVICE)
     with (
         ready_to_evaluate(compat.without_ddp(model), cfg),
-        recovering_inference(model, settings.recovery),
+        recovering_inference(model, RecoveryOptions.from_cfg(cfg)),
         checked_test_loaders(cfg),
         unique_annotation_ids(),
         unchanged_random_state(next(model.parameters()).device),  # training draws what it would

@@ -55,7 +55,7 @@ class AccumulatingTrainer(ResumableTrainer):
     Args:
         model, data_loader, optimizer: as for ``SimpleTrainer``.
         accumulation_steps: batches from the loader per optimizer step.
-        precision: a :class:`Precision`, or the name of one: "fp32", "fp16", "bf16".
+        precision: a :class:`Precision`, or the name of one: "float32", "float16", "bfloat16".
         micro_batch_size: images in one forward; None for the loader's batches.
         recovery: what to do when memory runs out; None raises the error, as in Detectron2.
         normalizers: how counts are taken over all micro-batches and ranks; None for the default.
@@ -84,7 +84,7 @@ class AccumulatingTrainer(ResumableTrainer):
         data_loader: Iterable[Any],
         optimizer: torch.optim.Optimizer,
         accumulation_steps: int = 1,
-        precision: Union[Precision, str] = "fp32",
+        precision: Union[Precision, str] = "float32",
         micro_batch_size: Optional[int] = None,
         recovery: Optional[RecoveryOptions] = None,
         normalizers: Optional[NormalizerOptions] = None,
@@ -134,8 +134,7 @@ class AccumulatingTrainer(ResumableTrainer):
             ranks.write_metrics(reports)
         with self._explained("optimizer", window):
             if self.clip_gradients is not None:
-                if self.precision.scaler is not None:
-                    self.precision.scaler.unscale_(self.optimizer)  # the step knows that it was
+                self.precision.scaler.unscale_(self.optimizer)  # the step knows that it was
                 parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
                 self.clip_gradients([p for p in parameters if p.grad is not None])
             # The reduction was the last that ranks did together: from here on, each steps alone.

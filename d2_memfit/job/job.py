@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Optional, Union
 
@@ -17,11 +17,10 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
 
-from ..common.errors import ConfigError
 from ..common.side_work import no_information
 from ..config.lazy import cfg_of_lazy
 from ..config.load import get_cfg, merge_memfit, with_settings
-from ..config.settings import Precision, Settings
+from ..config.settings import Precision, checked_cfg
 from ..techniques.registry import apply_techniques
 from .given import GivenBatches
 from .loader import checked_loader
@@ -94,15 +93,17 @@ class Job:
             in estimates. Modules that it calls are parts of the model, so that they are counted.
 
     Attributes:
-        settings: the parsed config keys. For a LazyConfig or pieces, the keys of its ``cfg`` hold
-            the corresponding values.
+        cfg: the frozen yacs config, with all keys of d2_memfit, as :func:`checked_cfg` makes it.
+            For a LazyConfig or pieces, its keys hold the corresponding values.
+        ranks: processes that train together.
         parts: makes model, optimizer and loaders.
 
     Raises:
         ConfigError: a value cannot work.
     """
 
-    settings: Settings
+    cfg: CfgNode
+    ranks: int
     parts: Parts
 
     def __init__(
@@ -137,7 +138,7 @@ class Job:
         cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
         cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
         parts = GivenParts(model, optimizer, train_loader, test_loader, loss_fn)
-        self._describe(parts, Settings.from_cfg(cfg, ranks), batch=batch)
+        self._describe(parts, cfg, ranks, batch=batch)
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any) -> "Job":
@@ -164,7 +165,7 @@ class Job:
             cfg, ranks, batch: as for :meth:`from_cfg`.
         """
         job = cls.__new__(cls)
-        job._describe(TrainerParts(cfg, trainer), Settings.from_cfg(cfg, ranks), **batch)
+        job._describe(TrainerParts(cfg, trainer), cfg, ranks, **batch)
         return job
 
     @classmethod
@@ -176,8 +177,7 @@ class Job:
             ranks, batch: as for :meth:`from_cfg`.
         """
         job = cls.__new__(cls)
-        settings = Settings.from_cfg(cfg_of_lazy(cfg), ranks)
-        job._describe(LazyParts(copy.deepcopy(cfg)), settings, **batch)
+        job._describe(LazyParts(copy.deepcopy(cfg)), cfg_of_lazy(cfg), ranks, **batch)
         return job
 
     @classmethod
@@ -200,9 +200,10 @@ class Job:
             return cls.from_lazy(config, ranks, **batch)
         return cls.from_trainer(trainer or DefaultTrainer, config, ranks, **batch)
 
-    def _describe(self, parts: Parts, settings: Settings, **given: Any) -> None:
-        self.settings = settings
-        self.parts = parts.with_cfg(settings.cfg, {})
+    def _describe(self, parts: Parts, cfg: CfgNode, ranks: Optional[int], **given: Any) -> None:
+        self.ranks = comm.get_world_size() if ranks is None else ranks
+        self.cfg = checked_cfg(cfg, self.ranks)
+        self.parts = parts.with_cfg(self.cfg, {})
         self._given = given
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
@@ -212,24 +213,12 @@ class Job:
             ConfigError: the job has no such key.
         """
         job = copy.copy(self)
-        try:
-            job.settings = replace(self.settings, cfg=with_settings(self.cfg, settings))
-        except KeyError as e:
-            raise ConfigError(f"there is no config key {e.args[0]}") from e
+        job.cfg = with_settings(self.cfg, settings)
         job.parts = self.parts.with_cfg(job.cfg, settings)
         same_mapper = all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings)
         if not same_mapper or job.geometry.crosses_batches != self.geometry.crosses_batches:
             vars(job).pop("batches", None)
         return job
-
-    @property
-    def cfg(self) -> CfgNode:
-        """The frozen yacs config, with all keys of d2_memfit."""
-        return self.settings.cfg
-
-    @property
-    def ranks(self) -> int:
-        return self.settings.ranks
 
     @property
     def geometry(self) -> BatchGeometry:
@@ -292,7 +281,10 @@ class Job:
         says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
         if cfg is None:
             cfg = apply_techniques("config", self.cfg, self.cfg, announce=False)
-        build = checked_loader(self.parts.with_cfg(cfg, {}).build_train_loader, cfg, says_all)
+        workers = {"DATALOADER.NUM_WORKERS": cfg.DATALOADER.NUM_WORKERS}
+        is_same = cfg.DATALOADER.NUM_WORKERS == self.cfg.DATALOADER.NUM_WORKERS
+        parts = self.parts.with_cfg(cfg, {} if is_same else workers)
+        build = checked_loader(parts.build_train_loader, cfg, says_all)
         return apply_techniques("loader", build, cfg)()
 
     @cached_property

@@ -3,7 +3,6 @@
 
 import ctypes
 import logging
-import math
 import os
 import sys
 from functools import cache
@@ -14,11 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ..common import GB
-from ..common.checks import fits
 from ..common.errors import ConfigError
 from .readings import available_host_bytes, process_memory
 
-__all__ = ["auto_budget_gb", "check_budget", "cuda_context_bytes", "enforce_budget"]
+__all__ = ["auto_budget_gb", "cuda_context_bytes", "enforce_budget"]
 __all__ += ["limit_library_caches", "return_large_blocks", "segments_expand"]
 __all__ += ["take_library_buffers", "use_expandable_segments"]
 
@@ -65,22 +63,12 @@ _replaced: dict[str, Any] = {}
 _others: dict[int, int] = {}
 
 
-def check_budget(budget_gb: Any) -> None:
-    """Raise :class:`ConfigError` unless the budget is a number above 0, "auto", or None."""
-    is_known = budget_gb is None or budget_gb == "auto"
-    if not is_known and not (fits(budget_gb, float) and budget_gb > 0):
-        raise ConfigError(
-            "MEMFIT.BUDGET_GB must be a number of GB above 0, such as 6 or 7.5, or 'auto', got "
-            f"{budget_gb!r}"
-        )
-
-
 def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> float:
     """The budget that "auto" stands for, in GB.
 
     It is the free memory plus the memory of this process, less a margin. On a GPU the CUDA context
     is started first. On the CPU it is the available RAM, divided by the ranks of the machine. The
-    limits of a container count (cgroup v1 and v2), and so does one of the process (ulimit -d).
+    limits of a container count (cgroup v1 and v2).
 
     Args:
         device: as in MODEL.DEVICE.
@@ -99,7 +87,6 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
     elif kind == "cpu":
         taken = process_memory().data_bytes
         free = (available_host_bytes() - _FREE_ON_HOST_GB * GB) / ranks_here - host_bytes
-        free = min(free, _limit_of_process() - taken)
     if free <= 0:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB auto: nothing is free on the device {device}, or it is not visible. "
@@ -189,16 +176,6 @@ def _limit_cuda(budget_gb: Optional[float], device: str) -> None:
         text = "MEMFIT.BUDGET_GB %.4g: PyTorch's allocator may take %.2f GB of the GPU"
         logger.info(text, budget_gb, share * total)
     _replaced[f"cuda:{index}"] = 1.0
-
-
-def _limit_of_process() -> float:
-    """Limit of the process's private memory (ulimit -d), in bytes, without the budget."""
-    if sys.platform != "linux":
-        return math.inf
-    import resource
-
-    limit = _replaced.get("cpu", resource.getrlimit(resource.RLIMIT_DATA)[0])
-    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _limit_process(budget_gb: Optional[float]) -> None:

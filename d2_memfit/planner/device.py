@@ -107,13 +107,15 @@ class DeviceModel:
         """
         card = find_card(name)
         if card is not None:
-            shared = f", {card.memory_gb:g} GB shared with the CPU" if card.is_unified else ""
+            shared = (
+                f", {card.memory_gb:g} GB shared with the CPU" if card.remarks == "unified" else ""
+            )
             return cls(
                 name=card.device,
                 description=f"NVIDIA {card.name}{shared}",
                 context_mb=card.context_mb,
                 usable_gb=card.usable_gb,
-                float16_fails=card.float16_fails,
+                float16_fails=card.remarks == "float16 fails",
             )
         if name in ("cpu", "cuda"):
             return cls() if name == "cuda" else cls._cpu()

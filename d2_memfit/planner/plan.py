@@ -14,10 +14,10 @@ from omegaconf import DictConfig
 from torch import nn
 
 from ..common import GB
-from ..common.errors import ConfigError
+from ..common.checks import check_positive_number
 from ..config.cards import why_no_card_has
+from ..config.keys import check_arguments
 from ..job import Job
-from ..memory import check_budget
 from ..techniques.registry import TIERS
 from .device import DeviceModel
 from .estimate import DryJob, MemoryEstimate
@@ -101,11 +101,8 @@ def plan_memory(
     Raises:
         ConfigError: a value cannot work, or the config's model cannot be built.
     """
-    check_budget(budget_gb)
-    if budget_gb is None or isinstance(budget_gb, str):
-        raise ConfigError("a plan needs a budget in GB, such as 6")
-    if isinstance(allow, str) or set(allow) - set(TIERS):
-        raise ConfigError(f"allow must be some of {', '.join(TIERS)}, got {allow!r}")
+    check_positive_number("MEMFIT.BUDGET_GB of a plan", budget_gb)
+    check_arguments({"MEMFIT.PLAN.ALLOW": allow, "MEMFIT.PLAN.PREFER": prefer})
     job = Job.from_any(cfg, ranks=num_gpus, **given)
     job = job.with_settings({"MEMFIT.BUDGET_GB": budget_gb})
     start = DryJob(job, device, evaluates, progress, run)

@@ -53,8 +53,7 @@ def planned(cfg: Union[CfgNode, DictConfig], text: str) -> Union[CfgNode, DictCo
     keys = yaml.load(text, SafeLoader)
     if isinstance(cfg, DictConfig):
         return with_overrides(cfg, keys)
-    complete = with_memfit_keys(cfg).clone()
-    complete.defrost()
+    complete = with_memfit_keys(cfg)
     complete.MEMFIT.BUDGET_GB = None  # "auto" is not a number
     complete.merge_from_other_cfg(type(complete)(keys))
     complete.OUTPUT_DIR = cfg.OUTPUT_DIR  # a plan may be copied from another folder

@@ -74,7 +74,7 @@ def run_for_real(job: Job, device: str, evaluates: bool = True) -> Iterator[None
         if job.ranks > 1:
             _buckets = torch.empty(sum(map(torch.numel, trained)), device=device)
         precision = job.precision(device)
-        if precision.scaler is not None:  # the first steps must not be left out
+        if precision.scaler.is_enabled():  # the first steps must not be left out
             precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
         micro_batches: list[Any] = [job.training_batch()]
         micro_batches *= min(-(-job.geometry.window // job.geometry.largest_micro_batch), 2)

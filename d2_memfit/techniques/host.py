@@ -62,10 +62,7 @@ class HostBudget(Technique):
         )
         logger.log(logging.WARNING if workers == 0 < wanted else logging.INFO, text)
         changed = cfg.clone()
-        changed.defrost()
-        changed.DATALOADER.NUM_WORKERS = workers
-        if cfg.is_frozen():
-            changed.freeze()
+        changed.DATALOADER["NUM_WORKERS"] = workers  # an item is set in a frozen config, too
         return changed
 
 

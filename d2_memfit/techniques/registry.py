@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from detectron2.config import CfgNode
+from detectron2.utils import comm
 from torch import nn
 
 from ..common.checks import value_of
@@ -68,6 +69,8 @@ def apply_techniques(part: str, made: Any, cfg: CfgNode, announce: bool = True) 
             logger.info("Technique %s (%s) is on", technique.name, technique.tier)
         if announce and "gpu" in technique.needs and cfg.MODEL.DEVICE == "cpu":
             logger.warning("%s saves nothing with MODEL.DEVICE cpu", technique.key)
+        if announce and "ranks" in technique.needs and comm.get_world_size() == 1:
+            logger.warning("%s saves nothing on one rank", technique.key)
     return made
 
 

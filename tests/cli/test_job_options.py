@@ -163,7 +163,7 @@ def test_a_lazy_config_is_planned_and_its_plan_is_a_lazy_config(folder, capsys):
     assert planned.train.accumulation_steps == 2
     job = Job.from_lazy(planned, 1)
     assert job.budget_gb == 20
-    assert job.settings.recovery is not None
+    assert job.cfg.MEMFIT.OOM.POLICY == "split"
     job.build_optimizer(job.build_model())
     with pytest.raises(SystemExit):
         main([*config, "--output", "x.yaml"])

@@ -106,7 +106,6 @@ def test_two_ranks(arguments, tmp_path):
         "+train.memfit.micro_batch=1.5",
         "+train.memfit.head.chunk_size=1",
         "+train.oom.policy=split",
-        "+train.memfit.host.budget_gb=1",
         "--hold-out 0.2",
         "--config-file no.py",
         "train.max_iter=2 --resume",

@@ -8,7 +8,7 @@ from detectron2.config import get_cfg as get_detectron2_cfg
 
 from d2_memfit import add_memfit_config, get_cfg
 from d2_memfit.common.errors import ConfigError, ConfigErrors
-from d2_memfit.config.files import detectron2_zoo
+from d2_memfit.config.files import DETECTRON2_ZOO
 from d2_memfit.config.load import load_cfg, with_memfit_keys, with_settings
 from d2_memfit.config.settings import check_settings
 
@@ -62,7 +62,7 @@ def test_code_in_a_file_is_not_run(prose, tmp_path, text):
 
 
 def test_every_config_of_detectron2s_zoo_loads_without_running_code():
-    folder = detectron2_zoo()
+    folder = DETECTRON2_ZOO
     files = sorted(folder.rglob("*.yaml"))
     assert len(files) > 80
     for file in files:

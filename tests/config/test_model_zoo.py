@@ -4,7 +4,7 @@ from detectron2.config import get_cfg
 
 from d2_memfit import model_zoo
 from d2_memfit.common.errors import ConfigError
-from d2_memfit.config.files import detectron2_zoo
+from d2_memfit.config.files import DETECTRON2_ZOO
 
 
 def test_all_configs_load():
@@ -26,7 +26,7 @@ def test_a_recipe_for_one_gpu_is_detectron2s_but_for_batch_and_steps(name):
     del ours.SOLVER["ACCUMULATION_STEPS"]
     del ours["MEMFIT"]
     theirs = get_cfg()
-    theirs.merge_from_file(str(detectron2_zoo() / f"{name}.yaml"))
+    theirs.merge_from_file(str(DETECTRON2_ZOO / f"{name}.yaml"))
     assert ours == theirs
 
 

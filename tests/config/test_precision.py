@@ -22,19 +22,17 @@ def test_the_config_chooses_the_precision(enabled, amp_dtype, dtype, has_scaler)
     cfg.MEMFIT.AMP_DTYPE = amp_dtype
     precision = Precision.from_cfg(cfg)
     assert precision.dtype == dtype
-    assert (precision.scaler is not None) is has_scaler
+    assert precision.scaler.is_enabled() is has_scaler
 
 
 def test_float32_leaves_autocast_as_it_is():
-    with torch.autocast("cpu", dtype=torch.bfloat16), Precision("fp32", "cpu").autocast():
+    with torch.autocast("cpu", dtype=torch.bfloat16), Precision("float32", "cpu").autocast():
         assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize(("name", "device"), [("float8", "cpu"), ("float16", "meta")])
-def test_a_precision_that_is_unknown_or_that_a_device_has_not_is_named(prose, name, device):
-    with pytest.raises(ConfigError, match=name) as e:
-        Precision(name, device)
-    prose(str(e.value))
+def test_a_precision_that_is_unknown_is_named():
+    with pytest.raises(ConfigError, match="float8"):
+        Precision("float8", "cpu")
 
 
 @pytest.mark.gpu

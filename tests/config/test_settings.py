@@ -8,7 +8,12 @@ from tiny import tiny_cfg
 
 from d2_memfit.common.errors import ConfigError, one_line
 from d2_memfit.config.load import get_cfg, with_settings
-from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions, Settings, check_settings
+from d2_memfit.config.settings import (
+    NormalizerOptions,
+    RecoveryOptions,
+    check_settings,
+    checked_cfg,
+)
 from d2_memfit.engine.train_loop import AccumulatingTrainer
 from d2_memfit.job import Job
 
@@ -95,21 +100,22 @@ def test_what_is_parsed_has_types_and_is_made_once():
     cfg.MEMFIT.NORMALIZERS.LOSSES = [["loss_mask*", "objects"], ["loss_total", "sum"]]
     job = Job.from_cfg(cfg, 2)
     assert (job.geometry.images_per_batch, job.geometry.window) == (2, 6)
-    assert job.settings.recovery.last_resort == "skip"
-    assert list(job.settings.normalizers.losses[1]) == ["loss_total", "sum"]
+    assert RecoveryOptions.from_cfg(job.cfg).last_resort == "skip"
+    assert list(NormalizerOptions.from_cfg(job.cfg).losses[1]) == ["loss_total", "sum"]
     assert job.with_settings({"MEMFIT.MICRO_BATCH": 1}).geometry.largest_micro_batch == 1
     assert not cfg.is_frozen()
     other = job.with_settings({"MEMFIT.OOM.POLICY": "raise"})
-    assert (other.settings.recovery, job.settings.recovery.last_resort) == (None, "skip")
+    assert RecoveryOptions.from_cfg(other.cfg) is None
+    assert job.cfg.MEMFIT.OOM.POLICY == "split"
 
 
 def test_an_evaluation_does_not_read_the_keys_of_training():
     cfg = get_cfg()
     cfg.SOLVER.MAX_ITER, cfg.SOLVER.IMS_PER_BATCH = 0, 3
-    assert Settings.from_cfg(cfg, 2, trains=False).recovery is None
+    assert RecoveryOptions.from_cfg(checked_cfg(cfg, 2, trains=False)) is None
     cfg.MEMFIT.OOM.POLICY = "never"
     with pytest.raises(ConfigError, match=POLICY):
-        Settings.from_cfg(cfg, 2, trains=False)
+        checked_cfg(cfg, 2, trains=False)
 
 
 def test_only_counts_that_are_known_divide_losses(prose):

@@ -55,7 +55,7 @@ class ClassMeans(Detector):
         return {"loss_cls": F.cross_entropy(torch.cat(per_object), labels, weights)}
 
 
-def gradients(kind, windows, dtype=torch.float64, forwards=None, precision="fp32", **options):
+def gradients(kind, windows, dtype=torch.float64, forwards=None, precision="float32", **options):
     """Gradients and losses of some iterations that change nothing."""
     torch.manual_seed(0)
     model = kind().to(dtype)

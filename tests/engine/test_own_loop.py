@@ -18,7 +18,7 @@ STEPS = 2
 LR, GAMMA, PERIOD = 0.01, 0.5, 2
 
 
-def train(folder, max_iter, resume=False, precision="fp32"):
+def train(folder, max_iter, resume=False, precision="float32"):
     """CenterNet2's do_train: a trainer takes the place of its lines from model to optimizer."""
     model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
@@ -47,7 +47,7 @@ def train(folder, max_iter, resume=False, precision="fp32"):
     return trainer, storage
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_a_resumed_loop_goes_on_as_if_nothing_had_happened(tmp_path, precision):
     expected, _ = train(tmp_path / "straight", 6, precision=precision)
     train(tmp_path / "resumed", 4, precision=precision)

@@ -199,8 +199,8 @@ def points_of(family, precision, num, fpn=True):
 @pytest.mark.parametrize(
     ("family", "precision"),
     [
-        pytest.param("mask_rcnn", "fp32", marks=pytest.mark.slow),
-        ("retinanet", "fp16"),  # which has a running normaliser, too
+        pytest.param("mask_rcnn", "float32", marks=pytest.mark.slow),
+        ("retinanet", "float16"),  # which has a running normaliser, too
     ],
 )
 def test_a_window_that_failed_somewhere_ends_as_one_that_did_not(family, precision):
@@ -210,7 +210,7 @@ def test_a_window_that_failed_somewhere_ends_as_one_that_did_not(family, precisi
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "float16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_window_that_failed_anywhere_ends_as_one_that_did_not(family, precision):
     points = points_of(family, precision, NUM_POINTS)

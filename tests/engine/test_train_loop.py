@@ -248,7 +248,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_step(log):
     model = ToyModel()
     optimizer = sgd(model)
     loader = [toys(1), toys(1e35), toys(1), toys(1), toys(1), toys(1)]
-    trainer = AccumulatingTrainer(model, loader, optimizer, 3, "fp16")
+    trainer = AccumulatingTrainer(model, loader, optimizer, 3, "float16")
     scale = trainer.precision.scaler.get_scale()
     iterate(trainer, 1)
     assert model.weight.item() == 1.0

@@ -171,12 +171,12 @@ def trained(trainer):
     return parameters(trainer.model)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_steps_are_detectron2s(precision, device):
-    if precision == "fp16" and device.type == "cpu":
+    if precision == "float16" and device.type == "cpu":
         pytest.skip("float16 is for GPUs")
     cfg = tiny_cfg("proposal_network", device=device)
-    theirs = SimpleTrainer if precision == "fp32" else AMPTrainer
+    theirs = SimpleTrainer if precision == "float32" else AMPTrainer
     results = []
     with deterministic():
         for make in (theirs, partial(AccumulatingTrainer, precision=precision)):
@@ -295,7 +295,7 @@ def test_a_probe_leaves_nothing_behind(gpu):
     assert total == pytest.approx(measured.peak_allocated_gb, rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
 def test_micro_batches_of_3_3_and_2_images_give_the_steps_of_8(precision, device, full_float32):
     try:
         Precision(precision, device)
@@ -308,12 +308,12 @@ def test_micro_batches_of_3_3_and_2_images_give_the_steps_of_8(precision, device
         model = tiny_model(cfg)
         results.append(trained(AccumulatingTrainer(model, loader, sgd(model), steps, precision)))
     moved = relative_difference(results[0], parameters(tiny_model(cfg)))
-    tolerance = {"fp32": 1e-3, "fp16": 0.02, "bf16": 0.1}[precision]
+    tolerance = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1}[precision]
     assert relative_difference(results[1], results[0]) < tolerance * moved
 
 
 @pytest.mark.parametrize("family", ["proposal_network", "mask_rcnn", "retinanet"])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_a_failed_allocation_gives_the_step_of_two_micro_batches(
     family, precision, device, full_float32
 ):

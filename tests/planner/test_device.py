@@ -41,7 +41,7 @@ class Gpu:
     ("gpu", "expected"),
     [
         (Gpu("Tesla T4", (7, 5), 14.56), "t4"),
-        (Gpu("Tesla V100-PCIE-16GB", (7, 0), 15.77), "v100_pcie"),
+        (Gpu("Tesla V100-PCIE-16GB", (7, 0), 15.77), "v100"),
         (Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 39.38), "a100"),
         (Gpu("NVIDIA GeForce RTX 3060 Laptop GPU", (8, 6), 5.8), "rtx_3060_laptop"),
         (Gpu("NVIDIA GeForce GTX 1060 3GB", (6, 1), 2.94), "gtx_1060_3gb"),

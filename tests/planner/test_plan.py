@@ -167,9 +167,9 @@ def test_with_batch_norm_there_are_no_smaller_micro_batches():
     ("budget", "kwargs", "message"),
     [
         (0, {}, "MEMFIT.BUDGET_GB"),
-        (None, {}, "a plan needs a budget"),
+        (None, {}, "MEMFIT.BUDGET_GB of a plan must be a positive number"),
         (6, {"num_gpus": 3}, "SOLVER.IMS_PER_BATCH"),
-        (6, {"allow": ["lossy"]}, "allow must be"),
+        (6, {"allow": ["lossy"]}, "MEMFIT.PLAN.ALLOW must be"),
         (6, {"device": "v10"}, "did you mean v100"),
     ],
 )

@@ -5,6 +5,7 @@ import tempfile
 import psutil
 import pytest
 from detectron2.data import build_detection_train_loader
+from lazy_configs import lazy_config
 from tiny import tiny_cfg
 
 from d2_memfit.common.errors import HostMemoryError
@@ -44,6 +45,14 @@ def test_a_trainer_decides_once(coins, log):
     cfg.MEMFIT.HOST.BUDGET_GB = own_gb() / 2
     loader = build_trainer(Job.from_cfg(cfg)).data_loader
     assert log.text.count("DATALOADER.NUM_WORKERS 0 of 8") == 1
+    assert getattr(loader, "dataset", loader).num_workers == 0
+
+
+def test_the_workers_of_a_lazy_config_are_lowered(coins, log):
+    cfg = lazy_config(memfit={"host": {"budget_gb": own_gb() / 2}})
+    cfg.dataloader.train.dataset.names, cfg.dataloader.train.num_workers = "coins_train", 8
+    loader = build_trainer(Job.from_lazy(cfg)).data_loader
+    assert "DATALOADER.NUM_WORKERS 0 of 8" in log.text
     assert getattr(loader, "dataset", loader).num_workers == 0
 
 

@@ -14,7 +14,6 @@ from tiny import images, owners_at_peak, parameters, relative_difference, tiny_c
 from d2_memfit import AccumulatingTrainer, Job
 from d2_memfit.common import compat
 from d2_memfit.common.errors import ConfigError
-from d2_memfit.config.settings import check_settings
 from d2_memfit.planner.steps import Session
 from d2_memfit.techniques.registry import apply_techniques, get_technique
 from d2_memfit.techniques.sharded import ShardedOptimizer
@@ -31,10 +30,11 @@ def make(cfg, model):
     return apply_techniques("optimizer", build_optimizer(cfg, model), cfg)
 
 
-def test_sharding_on_one_rank_is_an_error():
+def test_sharding_on_one_rank_is_said_to_save_nothing(log):
     cfg = cfg_with("MEMFIT.OPTIMIZER.ZERO", True)
-    with pytest.raises(ConfigError, match=r"ZERO shares .* and there is one rank. Set it False"):
-        check_settings(cfg, 1)
+    model = torch.nn.Linear(1, 1)
+    assert make(cfg, model).param_groups[0]["params"][0] is model.weight
+    assert "MEMFIT.OPTIMIZER.ZERO saves nothing on one rank" in log.text
 
 
 def bytes_of_states(optimizer):

@@ -8,7 +8,7 @@ from d2_transformers import add_transformers_config
 from pages import section
 from tiny import ROOT
 
-from d2_memfit.config.files import detectron2_zoo
+from d2_memfit.config.files import DETECTRON2_ZOO
 from d2_memfit.config.load import load_cfg
 from d2_memfit.config.settings import check_settings
 from d2_memfit.planner.device import DeviceModel
@@ -47,7 +47,7 @@ def test_a_preset_is_its_recipe_with_a_plan():
 def test_recipes_are_those_of_detectron2():
     for recipe in CONFIGS.glob("*/*_3x.yaml"):
         folder = "Misc" if "cascade" in recipe.name else recipe.parent.name
-        theirs = detectron2_zoo() / folder / recipe.name
+        theirs = DETECTRON2_ZOO / folder / recipe.name
         if theirs.exists():  # the zoo has no R-18
             assert load_cfg(str(recipe)).dump() == load_cfg(str(theirs)).dump(), recipe
 

@@ -142,7 +142,6 @@ def test_evaluation_needs_nothing_of_what_training_needs(arguments, tmp_path, ca
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["MEMFIT.OPTIMIZER.ZERO", True], "MEMFIT.OPTIMIZER.ZERO shares memory among ranks"),
         (["MODEL.WEIGHTS", "BROKEN.pth"], "cannot read the checkpoint"),
         (["--resume"], "cannot read the checkpoint"),
         (["SEED", 1, "--fit"], "KEY VALUE pairs: a value is missing after --fit"),

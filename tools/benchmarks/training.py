@@ -162,7 +162,7 @@ def recovery(images: Images) -> dict[str, Side]:
 def techniques(images: Images) -> dict[str, Side]:
     """Each technique alone, and the exact ones also one after another."""
     exact, pair = exact_techniques_of_one_rank(), images[:2]
-    amp = partial(AccumulatingTrainer, precision="fp16" if HAS_GPU else "bf16")
+    amp = partial(AccumulatingTrainer, precision="float16" if HAS_GPU else "bfloat16")
     found = {
         "plain Detectron2": Side(SimpleTrainer, pair),
         "d2_memfit (gradients freed before the forward)": Side(AccumulatingTrainer, pair),
