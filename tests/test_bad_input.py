@@ -39,6 +39,7 @@ GIVEN = {
 
 # What is wrong, of which a word is in the error, or what NAMED says. prose.txt has the errors.
 NAMED = {
+    "train OUTPUT_DIR {d}/\udcff": r"\udcff",
     "train --num-gpus 3": "SOLVER.IMS_PER_BATCH",
     "train --coco h {d}/passwd.json {d}": "/etc/passwd",
 }
@@ -58,14 +59,16 @@ ROWS = (
     "train . 3",
     "train DATALOADER.NUM_WORKERS -1",
     "train DATASETS.TRAIN ('bda',)",
+    "train INPUT.MIN_SIZE_TRAIN (-8,)",
     "train MODEL.META_ARCHITECTURE RCNN",
     "train MODEL.ROI_HEADS.NUM_CLASSES 80",
     "train MODEL.DEVICE mps",
     "predict MODEL.DEVICE cuda:99",
-    "train MODEL.DEVICE tpu",
+    "estimate MODEL.DEVICE tpu",
     "train MODEL.WEIGHTS {d}/images",
     "train OUTPUT_DIR ''",
     "train OUTPUT_DIR /dev/null/a",
+    "train OUTPUT_DIR {d}/\udcff",
     "train --num-gpus 3",
     "train --hold-out 0",
     "train --card 7GB",

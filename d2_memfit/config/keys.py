@@ -14,7 +14,17 @@ from typing import Any, NamedTuple, Union
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg
 
-from ..common.checks import Check, check_all, choice, did_you_mean, fits, or_none, whole
+from ..common.checks import (
+    Check,
+    check_all,
+    check_device,
+    choice,
+    did_you_mean,
+    fits,
+    or_none,
+    shorter_sides,
+    whole,
+)
 from ..common.errors import ConfigError
 from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS
@@ -101,11 +111,16 @@ KEYS = (
 )
 # fmt: on
 
-_SIZES = Check("one or more sizes in pixels", lambda value: fits(value, Union[int, list[int]]))
+_SIZES = Check(
+    "one or more sizes in pixels, each an integer of at least 0",
+    lambda v: fits(v, Union[int, list[int]]) and min(shorter_sides(v), default=-1) >= 0,
+)
 # Detectron2's own keys, from which batches, schedules and the largest batch are computed.
-_DETECTRON2 = {
+_DETECTRON2: dict[str, Callable[[str, Any], Any]] = {
+    "MODEL.DEVICE": lambda _, name: check_device(name),
     "SOLVER.IMS_PER_BATCH": _IMAGES,
     "SOLVER.MAX_ITER": whole(1, 10**9),
+    "SOLVER.REFERENCE_WORLD_SIZE": whole(0),
     "DATALOADER.NUM_WORKERS": whole(0),
     **dict.fromkeys(("INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST"), _SIZES),
     **dict.fromkeys(("INPUT.MAX_SIZE_TRAIN", "INPUT.MAX_SIZE_TEST"), whole()),
