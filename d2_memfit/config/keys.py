@@ -165,7 +165,7 @@ def checks_of(cfg: CN, trains: bool = True) -> Iterator[tuple[Sequence[str], Cal
         trains: False for an evaluation, which does not read the keys of training.
     """
     values = dict(leaves(cfg))
-    checks = {**_DETECTRON2, **{key.name: key.check for key in all_keys()}}
+    checks = _DETECTRON2 | {key.name: key.check for key in all_keys()}
     for key, check in checks.items():
         if trains or not key.startswith("SOLVER."):
             yield [key], partial(check, key, values.get(key))
