@@ -182,7 +182,7 @@ def test_cross_entropies_end_in_one_operator(loss):
         return lambda *args: calls.append(args) or original(*args)
 
     owner = compat.cross_entropy_owner
-    with replaced_functions([owner], {"cross_entropy_loss": note}):
+    with replaced_functions(([owner], {"cross_entropy_loss": note})):
         loss(logits, target, weight)
     [(_, _, given, reduction, ignore_index, label_smoothing)] = calls
     assert given is weight

@@ -54,9 +54,8 @@ def test_functions_are_replaced_in_a_file_that_was_loaded_by_its_path(tmp_path):
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)  # and not put into sys.modules
     module, original = loaded.Doubling(), loaded.double
-    with replaced_functions(
-        source_files(module.modules()), {"double": lambda double: lambda x: double(x) + 1}
-    ):
+    more = {"double": lambda double: lambda x: double(x) + 1}
+    with replaced_functions((source_files(module.modules()), more)):
         assert module(3) == 7
     assert module(3) == 6
     assert loaded.double is original
