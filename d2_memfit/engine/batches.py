@@ -167,7 +167,7 @@ class _Taken:
         """Restore a state, and reload the images that waited."""
         own, waiting = RandomState(), []
         for index, states in state["waiting"]:
-            RandomState.from_state_dict(states).restore()
+            RandomState(states=states).restore()
             waiting.append((images[index], index, pickle.dumps(states)))
         own.restore()
         workers = [states and pickle.dumps(states) for states in state["workers"]]
@@ -281,11 +281,11 @@ class _ResumedImages(IterableDataset[Any]):
         done = len(range(worker, self._batches, workers))  # batches of this worker
         if info is not None:
             if (states := self._workers[worker]) is not None:
-                RandomState.from_state_dict(pickle.loads(states)).restore()
+                RandomState(states=pickle.loads(states)).restore()
             if worker < self._batches % workers:
                 yield from [None] * self._batch
         for index in islice(self._indices, done * self._batch, None):
-            states = pickle.dumps(RandomState().state_dict()) if self._keeps_states else None
+            states = pickle.dumps(RandomState().states) if self._keeps_states else None
             yield self._images[index], index, states
 
 
@@ -299,7 +299,7 @@ def _with_states(collate: Callable[[list[Any]], Any], rows: list[Any]) -> tuple[
     if rows[0] is None:
         return None, None
     batch = collate([image for image, _, _ in rows])
-    after = None if get_worker_info() is None else pickle.dumps(RandomState().state_dict())
+    after = None if get_worker_info() is None else pickle.dumps(RandomState().states)
     return batch, (*rows[0][1:], after)
 
 

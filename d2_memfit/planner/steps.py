@@ -13,9 +13,10 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.compat import default_group_replaced
 from ..common.errors import MemfitError
 from ..common.patching import Group
-from ..common.side_work import alone, no_information, unchanged_random_state
+from ..common.side_work import no_information, unchanged_random_state
 from ..config.settings import Precision
 from ..job import Job, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
@@ -209,7 +210,7 @@ def _as_on_gpu(stand_ins: Sequence[Group] = ()) -> Iterator[None]:
     # Otherwise PyTorch's first call of a TorchScript function has other operators than later ones.
     as_it_is = torch.jit.optimized_execution(False)
     on_cpu = cuda_as_cpu(*compiled_operators(), *stand_ins)
-    with alone(), on_cpu, unchanged_random_state(), as_it_is:
+    with default_group_replaced(None), on_cpu, unchanged_random_state(), as_it_is:
         torch.set_num_threads(1)
         try:
             yield

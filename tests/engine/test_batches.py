@@ -93,16 +93,14 @@ def test_a_resumed_stream_goes_on_to_the_last_bit(options, taken):
     batches = ResumableBatches(loader_of(**options))
     for _ in range(taken):
         next(batches)
-    stream, state, own = in_a_checkpoint(
-        batches.stream(), batches.state(), RandomState().state_dict()
-    )
+    stream, state, own = in_a_checkpoint(batches.stream(), batches.state(), RandomState().states)
     expected = [next(batches) for _ in range(8)]
 
     seed_all_rng(7)
     resumed = ResumableBatches(loader_of(**options))
     iter(resumed)  # as Detectron2 v0.6 does before a checkpoint is loaded
     resumed.load_state_dict(stream, [state])
-    RandomState.from_state_dict(own).restore()
+    RandomState(states=own).restore()
     assert [next(resumed) for _ in range(8)] == expected
 
 
