@@ -16,7 +16,7 @@ from .errors import ConfigError, ConfigErrors
 
 __all__ = ["Check", "check_all", "check_bool", "check_device", "check_positive_int"]
 __all__ += ["check_positive_number", "check_strings", "choice", "did_you_mean", "fits", "or_none"]
-__all__ += ["shorter_sides", "suggestion", "usable_device", "value_of", "whole"]
+__all__ += ["shorter_sides", "usable_device", "value_of", "whole"]
 
 
 def value_of(cfg: CfgNode, key: str) -> Any:
@@ -115,12 +115,8 @@ check_strings = Check("a list of names", lambda value: fits(value, list[str]))
 
 
 def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Suggest known names that are close to an unknown one, as :func:`suggestion`."""
-    return suggestion(difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff))
-
-
-def suggestion(names: Sequence[str]) -> str:
-    """Text " (did you mean ...?)" with these names, or nothing."""
+    """Text " (did you mean ...?)" with known names that are close to an unknown one, or nothing."""
+    names = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
     return f" (did you mean {' or '.join(names)}?)" if names else ""
 
 
@@ -139,7 +135,5 @@ def check_all(checks: Iterable[tuple[Sequence[str], Callable[[], Any]]]) -> None
             except ConfigError as e:
                 errors.append(e)
                 wrong.update(keys)
-    if len(errors) > 1:
-        raise ConfigErrors(errors)
-    for error in errors:
-        raise error
+    if errors:
+        raise ConfigErrors(errors) if len(errors) > 1 else errors[0]

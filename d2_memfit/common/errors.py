@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Callable
+from unittest.mock import patch
 
 import torch
 from detectron2.utils import comm
@@ -104,43 +105,34 @@ def start_logging(output_dir: str) -> None:
         setup_logger(output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
 
 
-def write_traceback(error: BaseException) -> str:
-    """Write an error's traceback to the log's file only, once; return the file's name, or "".
+def write_traceback(error: BaseException) -> None:
+    """Write an error's traceback to the log's file only, once.
 
     A command then shows the error as one line (:func:`exit_on_error`).
     """
     handlers = _file_handlers()
-    if not handlers:
-        return ""
-    if not hasattr(error, _LOGGED):
+    if handlers and not hasattr(error, _LOGGED):
         setattr(error, _LOGGED, True)
         what = type(error), error, error.__traceback__
         record = logging.LogRecord("d2_memfit", logging.ERROR, "", 0, "The traceback:", (), what)
         handlers[0].handle(record)
-    return str(handlers[0].stream.name)
 
 
-@contextmanager
-def tracebacks_only_in_files() -> Iterator[None]:
+def tracebacks_only_in_files() -> AbstractContextManager[Any]:
     """While open, Detectron2's loop logs no traceback that :func:`write_traceback` writes."""
     source = logging.getLogger("detectron2.engine.train_loop")
 
     def has_no_traceback(record: logging.LogRecord) -> bool:
         return not (record.exc_info and _file_handlers())
 
-    source.addFilter(has_no_traceback)
-    try:
-        yield
-    finally:
-        source.removeFilter(has_no_traceback)
+    return patch.object(source, "filters", [*source.filters, has_no_traceback])
 
 
 def _file_handlers() -> "list[logging.StreamHandler[Any]]":
     """The handlers of ``setup_logger`` that write to a file, those of d2_memfit first."""
     loggers = logging.getLogger("d2_memfit"), logging.getLogger("detectron2")
-    handlers = [handler for logger in loggers for handler in logger.handlers]
-    streams = [h for h in handlers if isinstance(h, logging.StreamHandler)]
-    return [h for h in streams if os.path.isfile(str(getattr(h.stream, "name", "")))]
+    handlers = [h for n in loggers for h in n.handlers if isinstance(h, logging.StreamHandler)]
+    return [h for h in handlers if os.path.isfile(str(getattr(h.stream, "name", "")))]
 
 
 def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,13 +171,11 @@ def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _killed(rank: int, number: int) -> str:
-    advice = ""
-    if number == signal.SIGKILL:
-        advice = (
-            ", by a person, or by the kernel because RAM is full (dmesg tells). Then lower "
-            f"DATALOADER.NUM_WORKERS, or set MEMFIT.HOST.BUDGET_GB: {START_HERE}"
-        )
+    advice = (
+        ", by a person, or by the kernel because RAM is full (dmesg tells). Then lower "
+        f"DATALOADER.NUM_WORKERS, or set MEMFIT.HOST.BUDGET_GB: {START_HERE}"
+    )
     return (
-        f"rank {rank} of this machine was ended with {signal.Signals(number).name}{advice}. "
-        "--resume goes on from the last checkpoint"
+        f"rank {rank} of this machine was ended with {signal.Signals(number).name}"
+        f"{advice if number == signal.SIGKILL else ''}. --resume goes on from the last checkpoint"
     )

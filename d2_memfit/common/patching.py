@@ -4,14 +4,12 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
 from typing import Any, Callable
 from unittest.mock import patch
 
 from torch import nn
 
-__all__ = ["File", "Group", "files_of_classes", "modules_with", "replaced_functions"]
-__all__ += ["source_files"]
+__all__ = ["Group", "files_of_classes", "modules_with", "replaced_functions", "source_files"]
 
 # Files, such as Python modules, classes, or the result of source_files; and by name a function that
 # makes the new function from the original.
@@ -19,36 +17,15 @@ Group = tuple[Iterable[Any], Mapping[str, Callable[[Any], Any]]]
 
 
 def source_files(modules: Iterable[nn.Module]) -> list[Any]:
-    """The files that define the classes of modules, and the bases of these classes.
-
-    Each has the names in its file as attributes, like a Python module.
-    """
+    """The files that define the classes of modules, and the bases of these classes."""
     return files_of_classes(c for module in modules for c in type(module).__mro__)
 
 
 def files_of_classes(classes: Iterable[type]) -> list[Any]:
     """The files that define classes, as in :func:`source_files`."""
-    files = [file for file in map(_file_of, set(classes)) if file is not None]
-    return list({id(vars(file)): file for file in files}.values())
-
-
-def _file_of(cls: type) -> Any:
-    # A file that was loaded by its path is not in sys.modules. Only its functions refer to it.
-    # A LazyConfig has no name, and its classes are builtins, or of no file.
-    name = getattr(cls, "__module__", "builtins")
-    for value in vars(cls).values():
-        if not isinstance(value, FunctionType):
-            continue
-        if value.__globals__.get("__name__", "builtins") == name:
-            return File(value.__globals__)
-    return sys.modules.get(name)
-
-
-class File:
-    """Names of a file, as attributes."""
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.__dict__ = names
+    # A file that was loaded by its path may not be in sys.modules. A LazyConfig has no name.
+    names = {getattr(cls, "__module__", None) for cls in classes}
+    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 @contextmanager

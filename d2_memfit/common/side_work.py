@@ -39,11 +39,11 @@ class RandomState:
     ) -> None:
         self.device = device
         if states is None:
-            _, keys, *numpy = np.random.get_state(legacy=True)
+            numpy: Any = np.random.get_state(legacy=True)
             states = {
                 "python": random.getstate(),
-                "numpy": tuple(numpy),
-                "numpy_keys": torch.from_numpy(keys.view(np.int32)),
+                "numpy": numpy[2:],
+                "numpy_keys": torch.from_numpy(numpy[1].view(np.int32)),
                 "torch": torch.get_rng_state(),
             }
             if device.type not in _WITHOUT_GENERATOR:

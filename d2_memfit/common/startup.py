@@ -11,7 +11,6 @@ import logging
 import platform
 import sys
 import warnings
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
 
@@ -51,12 +50,6 @@ def missing() -> Optional[str]:
             f"Or, with PyTorch and a compiler, for this environment:\n  {with_compiler}\n"
             "All ways: docs/INSTALL.md"
         )
-    hooks = Path(origin).with_name("engine") / "hooks.py"
-    if hooks.is_file() and "class BestCheckpointer" not in hooks.read_text("utf-8"):
-        return (
-            f"d2_memfit needs Detectron2 v0.6 or main, and {Path(origin).parent} is older. Install "
-            "a newer one. If it is a project's own copy, add the project's files to v0.6"
-        )
     if not torch:
         return "Detectron2 needs PyTorch, and this environment has none: see https://pytorch.org"
     if tuple(map(int, torch.split(".")[:2])) < _OLDEST_PYTORCH:
@@ -74,12 +67,12 @@ def ignore_warnings_of_libraries() -> None:
     # Detectron2 v0.6 and its libraries against a current Python and PyTorch
     for category in (DeprecationWarning, FutureWarning, SyntaxWarning):
         warnings.simplefilter("ignore", category)
-    warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
-    warnings.filterwarnings("ignore", "torch.meshgrid", UserWarning)
+    warnings.filterwarnings("ignore", "pkg_resources is deprecated")
+    warnings.filterwarnings("ignore", "torch.meshgrid")
     warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # Pillow refuses twice as many
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     # Of AMPTrainer on a CPU, whose scaler is replaced
-    warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled", UserWarning)
+    warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled")
     # "No CUDA runtime is found", though nothing is compiled
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # From is_fx_tracing, which Detectron2 main imports

@@ -22,7 +22,7 @@ import detectron2
 import yaml
 from detectron2.config import CfgNode
 
-from ..common.checks import did_you_mean, suggestion
+from ..common.checks import did_you_mean
 from ..common.errors import ConfigError
 from ..common.files import SafeLoader, is_file
 from .keys import keys_of
@@ -71,7 +71,7 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
     files = {f.relative_to(zoo).as_posix() for zoo in _ZOOS for f in zoo.glob(f"*/**/*{suffix}")}
     names = sorted(name for name in files if "/Base-" not in name and "__init__" not in name)
     same = [n for n in names if Path(n).stem == Path(name).stem]  # in any folder of the zoo
-    hint = suggestion(same) or did_you_mean(name, names, cutoff=0.5)
+    hint = did_you_mean(name, same, cutoff=0.0) or did_you_mean(name, names, cutoff=0.5)
     raise ConfigError(
         f"--config-file {name!r} does not exist, as a file or as a config of the zoo{hint}. An "
         f"example is {_EXAMPLE}"

@@ -67,14 +67,12 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
 
         return match
 
-    files, solver = source_files(model.modules()), "linear_sum_assignment"
-    # A matcher need not be a module of the model.
-    matchers = [f for f in files if solver in vars(f)]
-    matchers += [module for module, _ in modules_with(solver)]
+    solver = "linear_sum_assignment"
+    matchers = [file for file, _ in modules_with(solver)]  # which need not be modules of the model
     # Models call these functions by name. They have no arguments that would choose others.
     groups: list[Group] = [
         ([Matcher], {"__call__": with_any_labels}),
-        (files, {"pairwise_iou": without_values}),
+        (source_files(model.modules()), {"pairwise_iou": without_values}),
         (matchers, {solver: lambda _: _any_match}),
         ([masks], {"parts_of_points": lambda parts: lambda *args: parts(*args)[:1]}),
     ]

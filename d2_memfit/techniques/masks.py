@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..common.compat import make_wrapper, schema, tree_map, without_torch_function
-from ..common.patching import File, Group, files_of_classes, replaced_functions, source_files
+from ..common.patching import Group, files_of_classes, replaced_functions, source_files
 from .technique import Technique, wrap_method
 
 __all__ = ["MaskBits", "PackedMasks", "pack_masks"]
@@ -389,7 +389,7 @@ def _padding_functions(model: nn.Module) -> list[Group]:
         files = source_files(modules)
         # Models of the transformers library make their criterion in a function.
         losses: list[Any] = [m.loss_function for m in modules if getattr(m, "loss_type", None)]
-        files += [File(f.__globals__) for f in map(unwrap, losses) if isinstance(f, FunctionType)]
+        files += files_of_classes(map(unwrap, losses))
         named = [value for file in files for value in vars(file).values()]
         bases = {b for kind in named if isinstance(kind, type) for b in kind.__mro__}
         places = [*bases, *files_of_classes(b for b in bases if issubclass(b, nn.Module))]
