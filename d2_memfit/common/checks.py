@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin
 import torch
 from detectron2.config import CfgNode
 
-from .errors import ConfigError, ConfigErrors
+from .errors import ConfigError, ConfigErrors, one_line
 
 __all__ = ["Check", "check_all", "check_bool", "check_device", "check_positive_int"]
 __all__ += ["check_positive_number", "check_strings", "choice", "did_you_mean", "fits", "or_none"]
@@ -136,4 +136,4 @@ def check_all(checks: Iterable[tuple[Sequence[str], Callable[[], Any]]]) -> None
                 errors.append(e)
                 wrong.update(keys)
     if errors:
-        raise ConfigErrors(errors) if len(errors) > 1 else errors[0]
+        raise ConfigErrors("\n".join(map(one_line, errors))) if len(errors) > 1 else errors[0]

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Callable
 from unittest.mock import patch
@@ -46,10 +45,6 @@ class ConfigError(MemfitError, ValueError):
 
 class ConfigErrors(ConfigError):
     """Several values cannot work; the message has a line for each."""
-
-    def __init__(self, errors: Sequence[ConfigError]) -> None:
-        super().__init__("\n".join(map(one_line, errors)))
-        self.errors = errors
 
 
 class DataError(MemfitError, RuntimeError):

@@ -159,11 +159,8 @@ def output_file(path: Name, mode: str = "wb") -> Iterator[IO[Any]]:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with whole_file(path, mode) as file:
             yield file
-    except (OSError, RuntimeError) as e:
-        error = e.__context__ if type(e) is RuntimeError else e  # torch.save raises another one
-        if not isinstance(error, OSError):
-            raise
-        raise ConfigError(f"{path} cannot be written ({error.strerror or error})") from e
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be written ({e.strerror or e})") from e
 
 
 def check_outputs(

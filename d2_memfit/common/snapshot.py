@@ -6,7 +6,7 @@ import re
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any, Optional
 
@@ -113,11 +113,9 @@ class _Part:
     def __init__(self, module: Any, known: set[int], modules: list[nn.Module]) -> None:
         self.module, self._known, self._modules = module, known, modules
         buffers = own_buffers(module)
+        contents = [(b, b.detach().clone()) for b in buffers.values() if b is not None]
         # Values, and what was in them.
-        self._contents: list[tuple[Any, Any]] = [
-            (b, b.detach().clone()) for b in buffers.values() if b is not None
-        ]
-        self._contents.append((buffers, dict(buffers)))
+        self._contents: list[tuple[Any, Any]] = [*contents, (buffers, dict(buffers))]
         self._names = set(vars(module))
         self._kept: dict[str, Any] = {}
         self._saves_itself = hasattr(type(module), "save_for_retry")
@@ -190,15 +188,11 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _print_of(value: Any, depth: int = 3) -> Any:
+def _print_of(value: Any) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         numbers = torch.as_tensor(value).detach().to_dense().cpu().double().numpy()
         return numbers.item() if numbers.size == 1 else zlib.crc32(numbers.tobytes())
-    value = [*value.items()] if isinstance(value, Mapping) else value
-    if depth and isinstance(value, (list, tuple, deque)):
-        return [_print_of(part, depth - 1) for part in value]
-    is_number = isinstance(value, (int, float))
-    return value if is_number else re.sub(r" at 0x\w+", "", repr(value)[:1000])
+    return value if isinstance(value, (int, float)) else re.sub(r" at 0x\w+", "", repr(value))
 
 
 def changed_by_forward(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[str]]:

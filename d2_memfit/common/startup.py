@@ -16,7 +16,10 @@ from typing import Any, Optional
 
 __all__ = ["ignore_warnings_of_libraries", "import_dynamo_later", "missing"]
 
-_MAIN = "'git+https://github.com/facebookresearch/detectron2.git'"
+_WITH_COMPILER = (
+    "pip install 'setuptools<82' wheel ninja && pip install --no-build-isolation "
+    "'git+https://github.com/facebookresearch/detectron2.git'"
+)
 _OLDEST_PYTORCH = (2, 6)
 # A few names in place of torch._dynamo, until something else of it is used: torchvision,
 # checkpointing and each optimizer import it, 1.6 CPU seconds, for these alone.
@@ -36,18 +39,15 @@ def missing() -> Optional[str]:
     No requirement of the package says so: pip would replace the PyTorch that this Detectron2 is
     made for.
     """
-    has_torch = importlib.util.find_spec("torch") is not None
-    torch = importlib.metadata.version("torch") if has_torch else ""
+    torch = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else ""
     # A folder of this name, such as that of a clone, would be found too, but has no origin.
     origin = getattr(importlib.util.find_spec("detectron2"), "origin", None)
     if origin is None:
-        with_compiler = "pip install 'setuptools<82' wheel ninja && "
-        with_compiler += f"pip install --no-build-isolation {_MAIN}"
         return (
             "d2_memfit extends Detectron2, and this environment has none: Python "
             f"{platform.python_version()}, {f'PyTorch {torch}' if torch else 'no PyTorch'}.\n"
             "Type, in a checkout of d2_memfit, for an environment with all of it:\n  make venv\n"
-            f"Or, with PyTorch and a compiler, for this environment:\n  {with_compiler}\n"
+            f"Or, with PyTorch and a compiler, for this environment:\n  {_WITH_COMPILER}\n"
             "All ways: docs/INSTALL.md"
         )
     if not torch:
