@@ -93,12 +93,8 @@ def usable_device(name: str, is_asked_for: bool = False) -> str:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value fits a hint of ``typing.get_type_hints``. NaN is not a number here."""
+    """Whether a value fits a hint such as ``list[int]``. NaN is not a number here."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind is Union:
-        return any(fits(value, one) for one in inner)
-    if kind is dict and isinstance(value, dict):
-        return all(fits(one, inner[1]) for one in value.values())
     if kind in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
         types = inner if kind is tuple else inner * len(value)
         return len(types) == len(value) and all(map(fits, value, types))

@@ -9,12 +9,11 @@ import socket
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Optional, Union, get_type_hints
+from typing import IO, Any, Optional, Union
 
 import yaml
 from detectron2.utils.file_io import PathManager
 
-from .checks import fits
 from .errors import ConfigError, DataError
 
 try:
@@ -24,7 +23,7 @@ except ImportError:  # Windows
 
 __all__ = ["LEFTOVERS", "LOCK", "is_file", "is_local", "lock_folder", "temporary_name"]
 __all__ += ["check_outputs", "check_run_folder", "is_config_dump", "output_file", "whole_file"]
-__all__ += ["Name", "SafeLoader", "checked", "load_fields", "load_json", "verify_checksums"]
+__all__ += ["Name", "SafeLoader", "checked", "load_json", "verify_checksums"]
 
 Name = Union[str, "os.PathLike[str]"]
 
@@ -96,22 +95,6 @@ def verify_checksums(filename: Name) -> None:
             damaged = file.testzip()
         if damaged is not None:
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
-
-
-def load_fields(cls: Any, values: Any, where: str) -> Any:
-    """Make an instance of a dataclass from the fields of a record in a file.
-
-    Args:
-        where: the start of the message: the file.
-
-    Raises:
-        DataError: a field is missing, or has a value of another type. NaN is not a number here.
-    """
-    hints, values = get_type_hints(cls), values if isinstance(values, dict) else {}
-    for name, hint in hints.items():
-        if not fits(values.get(name), hint):
-            raise DataError(f"{where}: {name} must be {hint}, got {values.get(name)!r:.99}")
-    return cls(**{name: values[name] for name in hints})
 
 
 @contextlib.contextmanager
