@@ -6,7 +6,7 @@ PyTorch may rename what is private in any release. No other module uses private 
 except those that a subclass inherits. Each name is tested in ``tests/common/test_compat.py``.
 """
 
-import importlib.util
+import inspect
 import sys
 from contextlib import AbstractContextManager
 from typing import Any, Callable, Optional
@@ -29,6 +29,9 @@ SAVES_INNER_TRAINER = "state_dict" in vars(DefaultTrainer)
 
 # Random values that training samplers draw in their constructor, and that determine their order.
 DRAWN_BY_SAMPLERS = ("_seed", "_seed_subset", "_indexes_subset")
+
+# Main also writes the data time of each rank.
+_WRITES_RANK_DATA_TIME = "cur_iter" in inspect.signature(SimpleTrainer.write_metrics).parameters
 
 BatchNorm = nn.modules.batchnorm._BatchNorm
 Convolution = nn.modules.conv._ConvNd
@@ -61,17 +64,20 @@ without_torch_function = torch._C._disabled_torch_function_impl
 
 def has_compiled_ops() -> bool:
     """Whether Detectron2's C++ operators exist. The fast COCO evaluation needs them."""
-    if importlib.util.find_spec("detectron2._C") is None:
-        return False
-    from detectron2 import _C  # a setup without a compiler may have an empty one
-
-    return hasattr(_C, "COCOevalEvaluateImages")
+    # detectron2.layers imports them, if they are there. Without a compiler, they may be empty.
+    return hasattr(sys.modules.get("detectron2._C"), "COCOevalEvaluateImages")
 
 
 def after_backward(trainer: TrainerBase) -> None:
     """Call the hooks that main has for the time after the backward pass; v0.6 has none."""
     if hasattr(TrainerBase, "after_backward"):
         trainer.after_backward()
+
+
+def put_rank_data_time(seconds: float) -> None:
+    """Write this rank's data time, as main does; on v0.6, do nothing."""
+    if _WRITES_RANK_DATA_TIME:
+        events.get_event_storage().put_scalar("rank_data_time", seconds)
 
 
 def local_world_size() -> int:

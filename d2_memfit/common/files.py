@@ -113,11 +113,7 @@ def whole_file(path: Name, mode: str = "wb") -> Iterator[IO[Any]]:
         with open(temporary, mode) as f:
             yield f
             f.flush()
-            try:
-                os.fsync(f.fileno())
-            except OSError as e:
-                if e.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
-                    raise  # some file systems refuse
+            os.fsync(f.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

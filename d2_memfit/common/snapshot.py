@@ -28,9 +28,7 @@ _MOST_OBJECTS = 10_000  # to which an attribute leads
 
 # What nn.Module manages itself: parameters, buffers, modules and hooks.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_CONSTANT = frozenset(
-    {type(None), bool, int, float, str}
-)  # the usual ones, which are skipped first
+_CONSTANT = frozenset({type(None), bool, int, float, str})  # those that modules have most
 _NO_STATE = (type, types.ModuleType, Enum, types.FunctionType, types.MethodType)
 _NO_STATE_OF = {"torch", "logging", "threading", "weakref", "functools", "d2_memfit"}
 # How to read and write values that lead to no others.

@@ -15,7 +15,7 @@ from detectron2.utils.events import get_event_storage
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..common import MB
+from ..common import MB, compat
 from ..common.compat import has_communication_hooks, take_tensors
 from ..common.errors import ConfigError, MemfitError
 from .retry import RecoveryReport
@@ -89,7 +89,7 @@ def write_metrics(reports: Sequence[RankReport]) -> None:
     ``data_time`` is that of the slowest rank. ``effective_batch`` is the number of images.
     """
     storage = get_event_storage()
-    storage.put_scalar("rank_data_time", reports[comm.get_rank()].data_time)
+    compat.put_rank_data_time(reports[comm.get_rank()].data_time)
     if not comm.is_main_process():
         return
     losses = mean_losses(reports)
