@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 
 __all__ = ["START_HERE", "CheckpointError", "ConfigError", "ConfigErrors", "DataError"]
 __all__ += ["HostMemoryError", "MemfitError", "OutOfMemoryError", "RankError", "exit_on_error"]
-__all__ += ["one_line", "printable", "start_logging", "tracebacks_only_in_files", "write_traceback"]
+__all__ += ["no_traceback_of_loop", "one_line", "printable", "start_logging", "write_traceback"]
 
 START_HERE = "docs/OUT_OF_MEMORY.md"  # what to do after an out-of-memory error
 _LOGGED = "_d2_memfit_logged"
@@ -105,29 +105,23 @@ def write_traceback(error: BaseException) -> None:
 
     A command then shows the error as one line (:func:`exit_on_error`).
     """
-    handlers = _file_handlers()
-    if handlers and not hasattr(error, _LOGGED):
+    loggers = logging.getLogger("d2_memfit"), logging.getLogger("detectron2")
+    handlers = [h for n in loggers for h in n.handlers if isinstance(h, logging.StreamHandler)]
+    files = [h for h in handlers if os.path.isfile(str(getattr(h.stream, "name", "")))]
+    if files and not hasattr(error, _LOGGED):
         setattr(error, _LOGGED, True)
         what = type(error), error, error.__traceback__
         record = logging.LogRecord("d2_memfit", logging.ERROR, "", 0, "The traceback:", (), what)
-        handlers[0].handle(record)
+        files[0].handle(record)
 
 
-def tracebacks_only_in_files() -> AbstractContextManager[Any]:
-    """While open, Detectron2's loop logs no traceback that :func:`write_traceback` writes."""
+def no_traceback_of_loop() -> AbstractContextManager[Any]:
+    """While open, Detectron2's loop logs no traceback. The error is raised, and not handled there.
+
+    :func:`write_traceback` writes it, or Python does.
+    """
     source = logging.getLogger("detectron2.engine.train_loop")
-
-    def has_no_traceback(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and _file_handlers())
-
-    return patch.object(source, "filters", [*source.filters, has_no_traceback])
-
-
-def _file_handlers() -> "list[logging.StreamHandler[Any]]":
-    """The handlers of ``setup_logger`` that write to a file, those of d2_memfit first."""
-    loggers = logging.getLogger("d2_memfit"), logging.getLogger("detectron2")
-    handlers = [h for n in loggers for h in n.handlers if isinstance(h, logging.StreamHandler)]
-    return [h for h in handlers if os.path.isfile(str(getattr(h.stream, "name", "")))]
+    return patch.object(source, "filters", [*source.filters, lambda record: not record.exc_info])
 
 
 def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,8 +26,8 @@ from ..common.errors import (
     START_HERE,
     MemfitError,
     RankError,
+    no_traceback_of_loop,
     one_line,
-    tracebacks_only_in_files,
     write_traceback,
 )
 from ..memory import is_killed_worker, is_lost_rank, is_out_of_memory
@@ -124,7 +124,7 @@ def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
     Raises:
         SystemExit: a signal has asked the run to end. The status is 128 + its number.
     """
-    with causes_named(), tracebacks_only_in_files():
+    with causes_named(), no_traceback_of_loop():
         try:
             yield
         finally:
