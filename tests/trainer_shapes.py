@@ -218,7 +218,7 @@ def train(rank, shape, output_dir, keys, fails="", first=0, last=4):
     seed_all_rng(rank + first)
     cfg = cfg_of(output_dir, **keys)
     if shape.startswith("plain "):
-        with replaced_functions([DistributedDataParallel], {"__init__": on_a_cpu}):
+        with replaced_functions(([DistributedDataParallel], {"__init__": on_a_cpu})):
             trainer = PROJECTS[shape.removeprefix("plain ")](cfg)
     else:
         trainer = class_of(shape)(cfg)

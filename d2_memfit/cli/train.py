@@ -27,7 +27,7 @@ from torch import nn
 from ..common.checks import usable_device
 from ..common.compat import has_compiled_ops
 from ..common.errors import ConfigError, MemfitError, exit_on_error
-from ..common.files import FolderLock, check_run_folder, whole_file
+from ..common.files import LOCK, check_run_folder, lock_folder, whole_file
 from ..config.files import find_config_file
 from ..config.lazy import cfg_of_lazy
 from ..config.load import load_cfg, merge_opts, with_settings
@@ -195,9 +195,9 @@ def _check_folder(args: argparse.Namespace, keys: CfgNode) -> None:
     if not folder:
         raise ConfigError("OUTPUT_DIR is empty: name a folder")
     check_run_folder(folder, files_read(args))
-    if not args.eval_only and (Path(folder) / FolderLock.FILE_NAME).exists():
+    if not args.eval_only and (Path(folder) / LOCK).exists():
         # Before anything of the other run is changed. Under torchrun, each rank comes here.
-        FolderLock(folder, is_shared=True).release()
+        lock_folder(folder, is_shared=True).close()
     MemfitCheckpointer(nn.Module(), folder).check(keys.MODEL.WEIGHTS, resume=args.resume)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin
 import torch
 from detectron2.config import CfgNode
 
-from .errors import ConfigError, ConfigErrors
+from .errors import ConfigError, ConfigErrors, one_line
 
 __all__ = ["Check", "check_all", "check_bool", "check_device", "check_positive_int"]
 __all__ += ["check_positive_number", "check_strings", "choice", "did_you_mean", "fits", "or_none"]
@@ -93,12 +93,8 @@ def usable_device(name: str, is_asked_for: bool = False) -> str:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value fits a hint of ``typing.get_type_hints``. NaN is not a number here."""
+    """Whether a value fits a hint such as ``list[int]``. NaN is not a number here."""
     kind, inner = get_origin(hint) or hint, get_args(hint)
-    if kind is Union:
-        return any(fits(value, one) for one in inner)
-    if kind is dict and isinstance(value, dict):
-        return all(fits(one, inner[1]) for one in value.values())
     if kind in (list, tuple) and isinstance(value, Sequence) and not isinstance(value, str):
         types = inner if kind is tuple else inner * len(value)
         return len(types) == len(value) and all(map(fits, value, types))
@@ -135,7 +131,5 @@ def check_all(checks: Iterable[tuple[Sequence[str], Callable[[], Any]]]) -> None
             except ConfigError as e:
                 errors.append(e)
                 wrong.update(keys)
-    if len(errors) > 1:
-        raise ConfigErrors(errors)
-    for error in errors:
-        raise error
+    if errors:
+        raise ConfigErrors("\n".join(map(one_line, errors))) if len(errors) > 1 else errors[0]

@@ -6,11 +6,9 @@ PyTorch may rename what is private in any release. No other module uses private 
 except those that a subclass inherits. Each name is tested in ``tests/common/test_compat.py``.
 """
 
-import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Callable, Optional
 from unittest.mock import patch
 
@@ -49,17 +47,25 @@ tree_unflatten = _pytree.tree_unflatten
 # ignore_index, label_smoothing).
 cross_entropy_owner = torch._C._nn
 
+constructors = _device._device_constructors  # functions that make tensors, and have a ``device``
+
+# The system sends this process a signal when the one that started it is gone, on Linux.
+end_with_parent = torch.multiprocessing._prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
+
+# Makes a tensor of a subclass, which has no memory of its own.
+make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+
+# Sequence number of the next node that autograd records in this thread.
+next_autograd_node_number = torch._C._autograd._get_sequence_nr
+
 # A ``__torch_function__`` for subclasses of tensors: their results are plain tensors.
 without_torch_function = torch._C._disabled_torch_function_impl
 
 
 def has_compiled_ops() -> bool:
     """Whether Detectron2's C++ operators exist. The fast COCO evaluation needs them."""
-    if importlib.util.find_spec("detectron2._C") is None:
-        return False
-    from detectron2 import _C  # a setup without a compiler may have an empty one
-
-    return hasattr(_C, "COCOevalEvaluateImages")
+    # detectron2.layers imports them, if they are there. Without a compiler, they may be empty.
+    return hasattr(sys.modules.get("detectron2._C"), "COCOevalEvaluateImages")
 
 
 def after_backward(trainer: TrainerBase) -> None:
@@ -85,18 +91,6 @@ def local_world_size() -> int:
 def inner_trainer(trainer: Any) -> Any:
     """The trainer inside a ``DefaultTrainer``; other trainers are returned unchanged."""
     return getattr(trainer, "_trainer", trainer)
-
-
-@contextmanager
-def at_iteration(trainer: TrainerBase, iteration: int) -> Iterator[None]:
-    """While open, a trainer and the one inside are in another iteration, as for a checkpoint."""
-    inner = inner_trainer(trainer)
-    now = trainer.iter, inner.iter
-    trainer.iter = inner.iter = iteration
-    try:
-        yield
-    finally:
-        trainer.iter, inner.iter = now
 
 
 def hooks_of(trainer: TrainerBase) -> list[HookBase]:
@@ -129,21 +123,6 @@ def deals_its_indices(sampler: Any) -> bool:
     known = TrainingSampler.__iter__.__code__
     own = getattr(type(sampler).__iter__, "__code__", None)
     return own is not None and (own.co_code, own.co_names) == (known.co_code, known.co_names)
-
-
-def endless_indices(sampler: Any) -> Iterator[int]:
-    """Indices of all ranks, of a sampler for which :func:`deals_its_indices` is true."""
-    return sampler._infinite_indices()
-
-
-def rank_of(sampler: Any) -> int:
-    """Rank whose indices such a sampler yields."""
-    return sampler._rank
-
-
-def num_ranks_of(sampler: Any) -> int:
-    """Number of ranks among which such a sampler splits its indices."""
-    return sampler._world_size
 
 
 def keep_iterator(trainer: SimpleTrainer, batches: Any) -> None:
@@ -192,11 +171,6 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def make_wrapper(cls: type, shape: Any, **options: Any) -> Any:
-    """Make a tensor of a subclass that has no memory of its own."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, **options)
-
-
 def schema(operator: Any) -> Any:
     """Names, aliases and types of an operator's arguments and results."""
     return operator._schema
@@ -207,20 +181,10 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def next_autograd_node_number() -> int:
-    """Sequence number of the next node that autograd records in this thread."""
-    return torch._C._autograd._get_sequence_nr()
-
-
 def autograd_node_number() -> Optional[int]:
     """Sequence number of the node whose backward runs in this thread; None without one."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
-
-
-def constructors() -> set[Any]:
-    """Functions of PyTorch that make tensors, with an argument ``device``."""
-    return set(torch.utils._device._device_constructors())
 
 
 def know_as_builtin(function: Any, original: Any) -> None:
@@ -256,19 +220,6 @@ def compiled_frames() -> int:
     """Number of functions that ``torch.compile`` has tried to compile in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else utils.counters["frames"]["total"]
-
-
-def forget_compiled() -> None:
-    """Let compiled functions compile again at their next call, so that :func:`compiled_frames`
-    tells of them.
-    """
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-
-
-def end_with_parent(number: int) -> None:
-    """Let the system send this process a signal when the one that started it is gone, on Linux."""
-    torch.multiprocessing._prctl_pr_set_pdeathsig(number)  # type: ignore[attr-defined]
 
 
 def workers_of(iterator: Any) -> list[Any]:

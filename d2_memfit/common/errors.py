@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Callable
+from unittest.mock import patch
 
 import torch
 from detectron2.utils import comm
@@ -21,7 +21,7 @@ from torch.multiprocessing import ProcessExitedException
 
 __all__ = ["START_HERE", "CheckpointError", "ConfigError", "ConfigErrors", "DataError"]
 __all__ += ["HostMemoryError", "MemfitError", "OutOfMemoryError", "RankError", "exit_on_error"]
-__all__ += ["one_line", "printable", "start_logging", "tracebacks_only_in_files", "write_traceback"]
+__all__ += ["no_traceback_of_loop", "one_line", "printable", "start_logging", "write_traceback"]
 
 START_HERE = "docs/OUT_OF_MEMORY.md"  # what to do after an out-of-memory error
 _LOGGED = "_d2_memfit_logged"
@@ -45,10 +45,6 @@ class ConfigError(MemfitError, ValueError):
 
 class ConfigErrors(ConfigError):
     """Several values cannot work; the message has a line for each."""
-
-    def __init__(self, errors: Sequence[ConfigError]) -> None:
-        super().__init__("\n".join(map(one_line, errors)))
-        self.errors = errors
 
 
 class DataError(MemfitError, RuntimeError):
@@ -104,43 +100,28 @@ def start_logging(output_dir: str) -> None:
         setup_logger(output_dir, distributed_rank=comm.get_rank(), name="d2_memfit")
 
 
-def write_traceback(error: BaseException) -> str:
-    """Write an error's traceback to the log's file only, once; return the file's name, or "".
+def write_traceback(error: BaseException) -> None:
+    """Write an error's traceback to the log's file only, once.
 
     A command then shows the error as one line (:func:`exit_on_error`).
     """
-    handlers = _file_handlers()
-    if not handlers:
-        return ""
-    if not hasattr(error, _LOGGED):
+    loggers = logging.getLogger("d2_memfit"), logging.getLogger("detectron2")
+    handlers = [h for n in loggers for h in n.handlers if isinstance(h, logging.StreamHandler)]
+    files = [h for h in handlers if os.path.isfile(str(getattr(h.stream, "name", "")))]
+    if files and not hasattr(error, _LOGGED):
         setattr(error, _LOGGED, True)
         what = type(error), error, error.__traceback__
         record = logging.LogRecord("d2_memfit", logging.ERROR, "", 0, "The traceback:", (), what)
-        handlers[0].handle(record)
-    return str(handlers[0].stream.name)
+        files[0].handle(record)
 
 
-@contextmanager
-def tracebacks_only_in_files() -> Iterator[None]:
-    """While open, Detectron2's loop logs no traceback that :func:`write_traceback` writes."""
+def no_traceback_of_loop() -> AbstractContextManager[Any]:
+    """While open, Detectron2's loop logs no traceback. The error is raised, and not handled there.
+
+    :func:`write_traceback` writes it, or Python does.
+    """
     source = logging.getLogger("detectron2.engine.train_loop")
-
-    def has_no_traceback(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and _file_handlers())
-
-    source.addFilter(has_no_traceback)
-    try:
-        yield
-    finally:
-        source.removeFilter(has_no_traceback)
-
-
-def _file_handlers() -> "list[logging.StreamHandler[Any]]":
-    """The handlers of ``setup_logger`` that write to a file, those of d2_memfit first."""
-    loggers = logging.getLogger("d2_memfit"), logging.getLogger("detectron2")
-    handlers = [handler for logger in loggers for handler in logger.handlers]
-    streams = [h for h in handlers if isinstance(h, logging.StreamHandler)]
-    return [h for h in streams if os.path.isfile(str(getattr(h.stream, "name", "")))]
+    return patch.object(source, "filters", [*source.filters, lambda record: not record.exc_info])
 
 
 def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,13 +160,11 @@ def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _killed(rank: int, number: int) -> str:
-    advice = ""
-    if number == signal.SIGKILL:
-        advice = (
-            ", by a person, or by the kernel because RAM is full (dmesg tells). Then lower "
-            f"DATALOADER.NUM_WORKERS, or set MEMFIT.HOST.BUDGET_GB: {START_HERE}"
-        )
+    advice = (
+        ", by a person, or by the kernel because RAM is full (dmesg tells). Then lower "
+        f"DATALOADER.NUM_WORKERS, or set MEMFIT.HOST.BUDGET_GB: {START_HERE}"
+    )
     return (
-        f"rank {rank} of this machine was ended with {signal.Signals(number).name}{advice}. "
-        "--resume goes on from the last checkpoint"
+        f"rank {rank} of this machine was ended with {signal.Signals(number).name}"
+        f"{advice if number == signal.SIGKILL else ''}. --resume goes on from the last checkpoint"
     )

@@ -9,12 +9,11 @@ import socket
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Optional, Union, get_type_hints
+from typing import IO, Any, Optional, Union
 
 import yaml
 from detectron2.utils.file_io import PathManager
 
-from .checks import fits
 from .errors import ConfigError, DataError
 
 try:
@@ -22,14 +21,15 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["LEFTOVERS", "FolderLock", "is_file", "is_local", "temporary_name", "whole_file"]
-__all__ += ["check_outputs", "check_run_folder", "is_config_dump", "output_file"]
-__all__ += ["Name", "SafeLoader", "checked", "load_fields", "load_json", "verify_checksums"]
+__all__ = ["LEFTOVERS", "LOCK", "is_file", "is_local", "lock_folder", "temporary_name"]
+__all__ += ["check_outputs", "check_run_folder", "is_config_dump", "output_file", "whole_file"]
+__all__ += ["Name", "SafeLoader", "checked", "load_json", "verify_checksums"]
 
 Name = Union[str, "os.PathLike[str]"]
 
 SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, with libyaml
 
+LOCK = "run.lock"  # the file of :func:`lock_folder`
 LEFTOVERS = "*.memfit_tmp"  # files of processes that were killed while writing
 
 
@@ -97,22 +97,6 @@ def verify_checksums(filename: Name) -> None:
             raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
 
 
-def load_fields(cls: Any, values: Any, where: str) -> Any:
-    """Make an instance of a dataclass from the fields of a record in a file.
-
-    Args:
-        where: the start of the message: the file.
-
-    Raises:
-        DataError: a field is missing, or has a value of another type. NaN is not a number here.
-    """
-    hints, values = get_type_hints(cls), values if isinstance(values, dict) else {}
-    for name, hint in hints.items():
-        if not fits(values.get(name), hint):
-            raise DataError(f"{where}: {name} must be {hint}, got {values.get(name)!r:.99}")
-    return cls(**{name: values[name] for name in hints})
-
-
 @contextlib.contextmanager
 def whole_file(path: Name, mode: str = "wb") -> Iterator[IO[Any]]:
     """Open a local file for writing. It replaces an older one when it is completely on disk.
@@ -129,7 +113,7 @@ def whole_file(path: Name, mode: str = "wb") -> Iterator[IO[Any]]:
         with open(temporary, mode) as f:
             yield f
             f.flush()
-            _flush_to_disk(f.fileno())
+            os.fsync(f.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -138,7 +122,7 @@ def whole_file(path: Name, mode: str = "wb") -> Iterator[IO[Any]]:
     with contextlib.suppress(OSError):  # some network file systems do not open folders
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:
-            _flush_to_disk(folder)
+            os.fsync(folder)
         finally:
             os.close(folder)
 
@@ -154,11 +138,8 @@ def output_file(path: Name, mode: str = "wb") -> Iterator[IO[Any]]:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with whole_file(path, mode) as file:
             yield file
-    except (OSError, RuntimeError) as e:
-        error = e.__context__ if type(e) is RuntimeError else e  # torch.save raises another one
-        if not isinstance(error, OSError):
-            raise
-        raise ConfigError(f"{path} cannot be written ({error.strerror or error})") from e
+    except OSError as e:
+        raise ConfigError(f"{path} cannot be written ({e.strerror or e})") from e
 
 
 def check_outputs(
@@ -177,10 +158,10 @@ def check_outputs(
     Raises:
         ConfigError: an output would replace another file, or cannot be written.
     """
-    used = {_identity(file): file for file in inputs}
+    used: dict[str, Name] = {os.path.realpath(file): file for file in inputs}
     for path in [os.fspath(path) for path in paths]:
         folder = next(p for p in Path(path).absolute().parents if os.path.lexists(p))
-        key, problem, remedy = _identity(path), "", "move it, or name another"
+        key, problem, remedy = os.path.realpath(path), "", "move it, or name another"
         if key in used:
             problem = f"is the file {used[key]}, which this command reads or writes too"
         elif not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
@@ -201,7 +182,7 @@ def check_run_folder(folder: str, inputs: Iterable[Name] = ()) -> None:
         ConfigError: a config there was not written by a training, a log is an input, or the folder
             cannot be written.
     """
-    if folder and is_local(folder):
+    if is_local(folder):
         names = ("config.yaml", "detectron2_config.yaml", "log.txt", "metrics.json")
         files = [os.path.join(folder, name) for name in names]
         check_outputs(files[:2], is_ours=is_config_dump)
@@ -221,29 +202,16 @@ def is_config_dump(path: str) -> bool:
         return False
 
 
-def _identity(path: Name) -> Any:
-    """A value that is the same for all names of a file."""
-    return os.stat(path)[1:3] if os.path.exists(path) else os.path.realpath(path)
-
-
 def temporary_name(path: str) -> str:
     """The name of a file while this process writes it."""
     return f"{path}.{socket.gethostname()}.{os.getpid()}{LEFTOVERS[1:]}"
 
 
-def _flush_to_disk(descriptor: int) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # some file systems refuse
-            raise
-
-
-class FolderLock:
-    """A lock on a folder: a locked file in it, which names host and process.
+def lock_folder(folder: str, is_shared: bool = False) -> IO[str]:
+    """Lock a folder until the file that is returned is closed: one in it, which names the process.
 
     The operating system releases the lock when the process ends, however it ends. The same process
-    can take it again. On file systems without locks it does nothing.
+    can take it again. On file systems without locks there is none.
 
     Args:
         folder: an existing local folder.
@@ -252,34 +220,20 @@ class FolderLock:
     Raises:
         ConfigError: another process has the lock. The message names that process.
     """
-
-    FILE_NAME = "run.lock"
-
-    def __init__(self, folder: str, is_shared: bool = False) -> None:
-        self._file: Optional[IO[str]] = None
-        path = os.path.join(folder, self.FILE_NAME)
-        file = open(path, "a+")  # noqa: SIM115
-        try:
-            if fcntl is not None:
-                kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
-                fcntl.lockf(file, kind | fcntl.LOCK_NB)
-        except OSError as e:
+    file = open(os.path.join(folder, LOCK), "a+")  # noqa: SIM115
+    try:
+        if fcntl is not None:
+            fcntl.lockf(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as e:
+        if e.errno in (errno.EACCES, errno.EAGAIN):
             file.seek(0)
-            owner = file.read().strip() or "another process"
-            file.close()
-            if e.errno in (errno.EACCES, errno.EAGAIN):
-                raise ConfigError(
-                    f"OUTPUT_DIR {folder} is in use by {owner}. End that run first, or name "
-                    "another OUTPUT_DIR"
-                ) from None
-            return
+            raise ConfigError(
+                f"OUTPUT_DIR {folder} is in use by {file.read().strip() or 'another process'}. End "
+                "that run first, or name another OUTPUT_DIR"
+            ) from None
+    else:
         if not is_shared:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
-        self._file = file
-
-    def release(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._file = None
+    return file

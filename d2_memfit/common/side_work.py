@@ -7,17 +7,16 @@ import logging
 import random
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Optional
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from .compat import default_group_replaced
 
-__all__ = ["RandomState", "SameDraws", "alone", "no_information", "unchanged_random_state"]
+__all__ = ["RandomState", "SameDraws", "aside", "no_information", "unchanged_random_state"]
 
 _CPU = torch.device("cpu")
 _DRAWS = re.compile(r"rand|bernoulli|(normal|uniform|exponential)_$")
@@ -29,63 +28,42 @@ class RandomState:
 
     Args:
         device: a device whose generator is included, if it has one.
+        states: those of another one, of this or another process; None for those of now.
+
+    Attributes:
+        states: tensors, tuples and numbers, which ``torch.load`` reads with ``weights_only=True``.
     """
 
-    def __init__(self, device: torch.device = _CPU) -> None:
+    def __init__(
+        self, device: torch.device = _CPU, states: Optional[dict[str, Any]] = None
+    ) -> None:
         self.device = device
-        self._states: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=True),
-            "torch": torch.get_rng_state(),
-        }
-        if device.type not in _WITHOUT_GENERATOR:
-            self._states["device"] = torch.get_device_module(device).get_rng_state(device)
+        if states is None:
+            numpy: Any = np.random.get_state(legacy=True)
+            states = {
+                "python": random.getstate(),
+                "numpy": numpy[2:],
+                "numpy_keys": torch.from_numpy(numpy[1].view(np.int32)),
+                "torch": torch.get_rng_state(),
+            }
+            if device.type not in _WITHOUT_GENERATOR:
+                states["device"] = torch.get_device_module(device).get_rng_state(device)
+        self.states = states
 
     def restore(self) -> None:
         """Restore the states. This can be done more than once."""
-        random.setstate(self._states["python"])
-        np.random.set_state(self._states["numpy"])
-        torch.set_rng_state(self._states["torch"])
-        if self.device.type not in _WITHOUT_GENERATOR and "device" in self._states:
-            device_module = torch.get_device_module(self.device)
-            device_module.set_rng_state(self._states["device"], self.device)
+        states = self.states
+        keys = states["numpy_keys"].numpy().view(np.uint32)
+        random.setstate(states["python"])
+        np.random.set_state(("MT19937", keys, *states["numpy"]))
+        torch.set_rng_state(states["torch"])
+        if self.device.type not in _WITHOUT_GENERATOR and "device" in states:
+            torch.get_device_module(self.device).set_rng_state(states["device"], self.device)
 
     def draws_the_same(self, other: "RandomState") -> bool:
-        """Whether Python, NumPy and PyTorch draw the same numbers after both."""
-        mine, theirs = self._states, other._states
-        names = mine.keys() & {"torch", "device"}
-        return (
-            all(torch.equal(mine[name], theirs[name]) for name in names)
-            and mine["python"] == theirs["python"]
-            and mine["numpy"][2:] == theirs["numpy"][2:]
-            and np.array_equal(mine["numpy"][1], theirs["numpy"][1])
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """The states in tensors, tuples, numbers and None.
-
-        ``torch.load`` can read them with ``weights_only=True``.
-        """
-        _, keys, *rest = self._states["numpy"]
-        return {**self._states, "numpy": (torch.from_numpy(keys.astype(np.int64)), *rest)}
-
-    @classmethod
-    def from_state_dict(cls, states: dict[str, Any], device: torch.device = _CPU) -> "RandomState":
-        """The states of :meth:`state_dict`, of this or another process."""
-        loaded = cls(device)
-        keys, *rest = states["numpy"]
-        loaded._states = {**states, "numpy": ("MT19937", keys.numpy().astype(np.uint32), *rest)}
-        return loaded
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """While open, code that asks for ranks is told that this process is the only one.
-
-    So Detectron2's loaders and the criteria of models do not wait for other ranks.
-    """
-    with default_group_replaced(None) if dist.is_available() else nullcontext():
-        yield
+        """Whether all generators draw the same numbers after both."""
+        pairs = [(value, other.states[name]) for name, value in self.states.items()]
+        return all(torch.equal(*p) if torch.is_tensor(p[0]) else p[0] == p[1] for p in pairs)
 
 
 @contextmanager
@@ -119,8 +97,8 @@ def unchanged_random_state(device: torch.device = _CPU) -> Iterator[None]:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """While open, work of one process has no effect on the job: all three of these contexts."""
-    with alone(), no_information(), unchanged_random_state():
+    """While open, work of one process has no effect on the job, and does not wait for others."""
+    with default_group_replaced(None), no_information(), unchanged_random_state():
         yield
 
 

@@ -5,11 +5,9 @@ import random
 import re
 import types
 import zlib
-from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
-from itertools import chain
 from typing import Any, Optional
 
 import numpy as np
@@ -30,17 +28,22 @@ _MOST_OBJECTS = 10_000  # to which an attribute leads
 
 # What nn.Module manages itself: parameters, buffers, modules and hooks.
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_CONSTANT = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, range, slice, type(Ellipsis)}
-    | {torch.dtype, torch.device, torch.Size}
-)
-_FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType)
-_NO_STATE = (type, types.ModuleType, Enum, *_FUNCTIONS)
+_CONSTANT = frozenset({type(None), bool, int, float, str})  # those that modules have most
+_NO_STATE = (type, types.ModuleType, Enum, types.FunctionType, types.MethodType)
 _NO_STATE_OF = {"torch", "logging", "threading", "weakref", "functools", "d2_memfit"}
-_LEAVES = (
-    *(np.ndarray, bytearray, array, random.Random),
-    *(np.random.Generator, np.random.RandomState, torch.Generator),
-)
+# How to read and write values that lead to no others.
+_LEAVES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    # Written through .data, so that autograd sees no change
+    torch.Tensor: (lambda x: x.detach().clone(), lambda x, saved: x.data.copy_(saved)),
+    np.ndarray: (np.copy, np.copyto),
+    random.Random: (random.Random.getstate, random.Random.setstate),
+    np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
+    np.random.Generator: (
+        lambda x: x.bit_generator.state,
+        lambda x, saved: setattr(x.bit_generator, "state", saved),
+    ),
+    torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
+}
 
 
 class Snapshot:
@@ -72,19 +75,12 @@ class Snapshot:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._random = RandomState(device) if draws else None
         self._weights = [(w, w.data, w.detach().clone()) for w in weights]
-        self._parts: list[_Part] = []
-        known: dict[int, Any] = {}
-        waiting = deque(model.modules() if modules is None else modules)
-        while waiting:
-            module = waiting.popleft()
-            if id(module) not in known:
-                known[id(module)] = module
-                self._parts.append(_Part(module, known))
-                waiting.extend(self._parts[-1].modules)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [part.module for part in self._parts]
+        self._parts: dict[int, _Part] = {}
+        known: set[int] = set()
+        waiting = list(model.modules() if modules is None else modules)
+        for module in waiting:  # parts add those that only their attributes lead to
+            if id(module) not in self._parts and not isinstance(module, FrozenBatchNorm2d):
+                self._parts[id(module)] = _Part(module, known, waiting)
 
     def restore(self) -> None:
         """Put the state back. This may be repeated, also between forward and backward."""
@@ -92,7 +88,7 @@ class Snapshot:
             self._random.restore()
         for weight, data, saved in self._weights:
             weight.data = data.copy_(saved)
-        for part in self._parts:
+        for part in self._parts.values():
             part.restore()
 
     def changed_weights(self) -> list[torch.Tensor]:
@@ -101,27 +97,23 @@ class Snapshot:
 
     def changed_modules(self) -> list[nn.Module]:
         """Those whose buffers or attributes differ now."""
-        return [part.module for part in self._parts if part.has_changed()]
+        return [part.module for part in self._parts.values() if part.has_changed()]
 
 
 class _Part:
     """The buffers and attributes of one module.
 
     Args:
-        known: values that are saved already, by their ids; those of this module are added.
-
-    Attributes:
-        modules: those to which only an attribute leads, and their parts.
+        known: the ids of values that are saved already; those of this module are added.
+        modules: gets those that an attribute leads to, and their parts.
     """
 
-    def __init__(self, module: Any, known: dict[int, Any]) -> None:
-        self.module = module
-        self.modules: list[nn.Module] = []
-        self._contents: list[tuple[Any, Any]] = []  # values, and what was in them
-        if not isinstance(module, FrozenBatchNorm2d):
-            self._contents = [(b, b.detach().clone()) for b in module.buffers(recurse=False)]
-            buffers = own_buffers(module)
-            self._contents.append((buffers, dict(buffers)))
+    def __init__(self, module: Any, known: set[int], modules: list[nn.Module]) -> None:
+        self.module, self._known, self._modules = module, known, modules
+        buffers = own_buffers(module)
+        contents = [(b, b.detach().clone()) for b in buffers.values() if b is not None]
+        # Values, and what was in them.
+        self._contents: list[tuple[Any, Any]] = [*contents, (buffers, dict(buffers))]
         self._names = set(vars(module))
         self._kept: dict[str, Any] = {}
         self._saves_itself = hasattr(type(module), "save_for_retry")
@@ -130,15 +122,36 @@ class _Part:
             if name in _OF_MODULES:
                 continue
             if type(value) not in _CONSTANT:
-                found: dict[int, Any] = {}
-                try:
-                    _find(value, found, self.modules, known)
-                except _LeftAloneError:
+                found: dict[int, tuple[Any, Any]] = {}
+                if not self._finds(value, found):
                     continue
                 known.update(found)
-                self._contents += [(v, _content(v)) for v in found.values()]
+                self._contents += found.values()
             self._kept[name] = value
-        self.modules = [part for hidden in self.modules for part in hidden.modules()]
+
+    def _finds(self, value: Any, found: dict[int, tuple[Any, Any]]) -> bool:
+        """Find what a value leads to, itself included, with its contents: False if that cannot be
+        saved.
+        """
+        if type(value) in _CONSTANT or id(value) in self._known or id(value) in found:
+            return True
+        if isinstance(value, torch.Tensor):
+            if value.grad_fn is not None or value.nbytes > _LARGE_BYTES:
+                return False
+            if _is_plain(value):
+                found[id(value)] = value, _content(value)
+        elif isinstance(value, nn.Module):
+            self._modules += value.modules()
+        elif isinstance(value, tuple(_LEAVES)):
+            if not isinstance(value, np.ndarray) or value.flags.writeable:
+                found[id(value)] = value, _content(value)
+        elif not isinstance(value, _NO_STATE) and _library(value) not in _NO_STATE_OF:
+            if isinstance(value, Iterator) or len(found) == _MOST_OBJECTS:
+                return False
+            _, content = found[id(value)] = value, _content(value)
+            parts = content.values() if isinstance(content, dict) else content
+            return all(self._finds(part, found) for part in parts)
+        return True
 
     def restore(self) -> None:
         attributes = vars(self.module)
@@ -167,22 +180,17 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     for path, part in model.named_modules():
         if not isinstance(part, BatchNorm):  # its statistics are not read in training
             own = {k: v for k, v in vars(part).items() if k not in _OF_MODULES}
-            tensors: dict[str, Any] = dict(part.named_buffers(recurse=False))
-            tensors.update(part.named_parameters(recurse=False))
-            for name, value in {**own, **tensors}.items():
+            own |= {**own_buffers(part), **dict(part.named_parameters(recurse=False))}
+            for name, value in own.items():
                 state[f"{path or type(model).__name__}.{name}"] = _print_of(value)
     return state
 
 
-def _print_of(value: Any, depth: int = 3) -> Any:
+def _print_of(value: Any) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         numbers = torch.as_tensor(value).detach().to_dense().cpu().double().numpy()
         return numbers.item() if numbers.size == 1 else zlib.crc32(numbers.tobytes())
-    value = [*value.items()] if isinstance(value, Mapping) else value
-    if depth and isinstance(value, (list, tuple, deque)):
-        return [_print_of(part, depth - 1) for part in value]
-    is_number = isinstance(value, (int, float))
-    return value if is_number else re.sub(r" at 0x\w+", "", repr(value)[:1000])
+    return value if isinstance(value, (int, float)) else re.sub(r" at 0x\w+", "", repr(value))
 
 
 def changed_by_forward(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -195,39 +203,11 @@ def changed_by_forward(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[s
 def weights_that_may_change(model: nn.Module) -> list[torch.Tensor]:
     """Frozen weights, such as a teacher's, and large tensors in attributes; none if too many."""
     tensors: list[torch.Tensor] = []
-    for module in Snapshot(model).modules:
-        tensors += [p for p in module.parameters(recurse=False) if not p.requires_grad]
-        large = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
+    for part in Snapshot(model)._parts.values():
+        tensors += [p for p in part.module.parameters(recurse=False) if not p.requires_grad]
+        large = [v for v in vars(part.module).values() if isinstance(v, torch.Tensor)]
         tensors += [v for v in large if v.nbytes > _LARGE_BYTES and _is_plain(v)]
     return tensors if sum(t.nbytes for t in tensors) <= _MOST_BYTES else []
-
-
-class _LeftAloneError(Exception):
-    pass
-
-
-def _find(
-    value: Any, found: dict[int, Any], modules: list[nn.Module], known: dict[int, Any]
-) -> None:
-    """Find what a value leads to: values with a content of their own, itself included; modules."""
-    if type(value) in _CONSTANT or id(value) in known or id(value) in found:
-        return
-    if isinstance(value, nn.Module):
-        modules.append(value)
-    elif isinstance(value, torch.Tensor):
-        if value.grad_fn is not None or value.nbytes > _LARGE_BYTES:
-            raise _LeftAloneError
-        if _is_plain(value):
-            found[id(value)] = value
-    elif isinstance(value, _LEAVES):
-        found[id(value)] = value
-    elif not isinstance(value, _NO_STATE) and _library(value) not in _NO_STATE_OF:
-        if isinstance(value, Iterator) or len(found) == _MOST_OBJECTS:
-            raise _LeftAloneError
-        found[id(value)] = value
-        content = _content(value)
-        for part in content.values() if isinstance(content, dict) else content:
-            _find(part, found, modules, known)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -241,18 +221,9 @@ def _library(value: Any) -> str:
 
 def _content(value: Any) -> Any:
     """What is in a value, as a copy of one level."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, (bytearray, array)):
-        return value[:]
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, (np.random.RandomState, torch.Generator)):
-        return value.get_state()
+    for kind, (read, _) in _LEAVES.items():
+        if isinstance(value, kind):
+            return read(value)
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, (list, deque, set, tuple, frozenset)):
@@ -261,29 +232,22 @@ def _content(value: Any) -> Any:
 
 
 def _put_back(value: Any, content: Any) -> None:
-    if isinstance(value, torch.Tensor):
-        value.data.copy_(content)  # through .data, so that autograd sees no change
-    elif isinstance(value, np.ndarray):
-        if value.flags.writeable:
-            value[...] = content
-    elif isinstance(value, (bytearray, array)):
-        value[:] = content
-    elif isinstance(value, random.Random):
-        value.setstate(content)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = content
-    elif isinstance(value, (np.random.RandomState, torch.Generator)):
-        value.set_state(content)
-    elif isinstance(value, (dict, set, list, deque)):
-        if not _is_same(_content(value), content):  # a config may refuse to be written
-            value.clear()
-            (value.update if isinstance(value, (dict, set)) else value.extend)(content)
-    elif not isinstance(value, (tuple, frozenset)):
-        for name in _names(value):
-            if name not in content and hasattr(value, name):
-                object.__delattr__(value, name)
-            elif name in content and getattr(value, name, None) is not content[name]:
-                object.__setattr__(value, name, content[name])
+    for kind, (_, write) in _LEAVES.items():
+        if isinstance(value, kind):
+            write(value, content)
+            return
+    now = _content(value)
+    if _is_same(now, content):  # a config may refuse to be written
+        return
+    if isinstance(value, (dict, set, list, deque)):
+        value.clear()
+        (value.update if isinstance(value, (dict, set)) else value.extend)(content)
+        return
+    for name in now.keys() - content.keys():
+        object.__delattr__(value, name)
+    for name in content:
+        if now.get(name, now) is not content[name]:
+            object.__setattr__(value, name, content[name])
 
 
 def _names(value: Any) -> list[str]:
@@ -297,11 +261,11 @@ def _names(value: Any) -> list[str]:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two contents are the same, one level deep."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
+        return torch.equal(one, other)
     if isinstance(one, dict):
-        one, other = [*chain(*one.items())], [*chain(*other.items())]
+        return one.keys() == other.keys() and all(other[k] is v for k, v in one.items())
     if isinstance(one, list):
         return [*map(id, one)] == [*map(id, other)]
-    return str(one) == str(other)  # of a generator, or bytes
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return str(one) == str(other)  # of a generator

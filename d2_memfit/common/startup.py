@@ -11,13 +11,15 @@ import logging
 import platform
 import sys
 import warnings
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Optional
 
 __all__ = ["ignore_warnings_of_libraries", "import_dynamo_later", "missing"]
 
-_MAIN = "'git+https://github.com/facebookresearch/detectron2.git'"
+_WITH_COMPILER = (
+    "pip install 'setuptools<82' wheel ninja && pip install --no-build-isolation "
+    "'git+https://github.com/facebookresearch/detectron2.git'"
+)
 _OLDEST_PYTORCH = (2, 6)
 # A few names in place of torch._dynamo, until something else of it is used: torchvision,
 # checkpointing and each optimizer import it, 1.6 CPU seconds, for these alone.
@@ -37,25 +39,16 @@ def missing() -> Optional[str]:
     No requirement of the package says so: pip would replace the PyTorch that this Detectron2 is
     made for.
     """
-    has_torch = importlib.util.find_spec("torch") is not None
-    torch = importlib.metadata.version("torch") if has_torch else ""
+    torch = importlib.metadata.version("torch") if importlib.util.find_spec("torch") else ""
     # A folder of this name, such as that of a clone, would be found too, but has no origin.
     origin = getattr(importlib.util.find_spec("detectron2"), "origin", None)
     if origin is None:
-        with_compiler = "pip install 'setuptools<82' wheel ninja && "
-        with_compiler += f"pip install --no-build-isolation {_MAIN}"
         return (
             "d2_memfit extends Detectron2, and this environment has none: Python "
             f"{platform.python_version()}, {f'PyTorch {torch}' if torch else 'no PyTorch'}.\n"
             "Type, in a checkout of d2_memfit, for an environment with all of it:\n  make venv\n"
-            f"Or, with PyTorch and a compiler, for this environment:\n  {with_compiler}\n"
+            f"Or, with PyTorch and a compiler, for this environment:\n  {_WITH_COMPILER}\n"
             "All ways: docs/INSTALL.md"
-        )
-    hooks = Path(origin).with_name("engine") / "hooks.py"
-    if hooks.is_file() and "class BestCheckpointer" not in hooks.read_text("utf-8"):
-        return (
-            f"d2_memfit needs Detectron2 v0.6 or main, and {Path(origin).parent} is older. Install "
-            "a newer one. If it is a project's own copy, add the project's files to v0.6"
         )
     if not torch:
         return "Detectron2 needs PyTorch, and this environment has none: see https://pytorch.org"
@@ -74,12 +67,12 @@ def ignore_warnings_of_libraries() -> None:
     # Detectron2 v0.6 and its libraries against a current Python and PyTorch
     for category in (DeprecationWarning, FutureWarning, SyntaxWarning):
         warnings.simplefilter("ignore", category)
-    warnings.filterwarnings("ignore", "pkg_resources is deprecated", UserWarning)
-    warnings.filterwarnings("ignore", "torch.meshgrid", UserWarning)
+    warnings.filterwarnings("ignore", "pkg_resources is deprecated")
+    warnings.filterwarnings("ignore", "torch.meshgrid")
     warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # Pillow refuses twice as many
-    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     # Of AMPTrainer on a CPU, whose scaler is replaced
-    warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled", UserWarning)
+    warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled")
     # "No CUDA runtime is found", though nothing is compiled
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # From is_fx_tracing, which Detectron2 main imports

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import detectron2
 import yaml
@@ -24,7 +25,6 @@ from detectron2.config import CfgNode
 from ..common.checks import did_you_mean
 from ..common.errors import ConfigError
 from ..common.files import SafeLoader, is_file
-from ..common.patching import replaced_functions
 from .keys import leaves
 
 __all__ = ["DETECTRON2_ZOO", "OUR_ZOO", "arithmetic_in_yaml", "find_config_file"]
@@ -97,9 +97,9 @@ class _Loader(SafeLoader):
     """Reads plain data, and computes arithmetic."""
 
 
-def arithmetic_in_yaml() -> AbstractContextManager[None]:
+def arithmetic_in_yaml() -> AbstractContextManager[Any]:
     """While open, ``yaml.safe_load`` computes such values. Anything else is still an error."""
-    return replaced_functions([yaml], {"SafeLoader": lambda _: _Loader})
+    return patch.object(yaml, "SafeLoader", _Loader)
 
 
 def _construct(loader: yaml.SafeLoader, node: yaml.Node) -> Any:

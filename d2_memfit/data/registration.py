@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any
+from unittest.mock import patch
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
@@ -16,7 +17,6 @@ from detectron2.utils.logger import log_first_n
 from ..common.checks import did_you_mean
 from ..common.errors import ConfigError, DataError
 from ..common.files import is_file, load_json
-from ..common.patching import replaced_functions
 from .coco_file import keypoint_names
 
 __all__ = ["check_datasets", "register_coco", "unique_annotation_ids"]
@@ -80,14 +80,14 @@ def check_datasets(cfg: CfgNode, eval_only: bool = False) -> None:
         raise DataError(f"{text}. {advice}")
 
 
-def unique_annotation_ids() -> AbstractContextManager[None]:
+def unique_annotation_ids() -> AbstractContextManager[Any]:
     """While open, ``COCOEvaluator`` numbers annotations from 1 if pycocotools needs that.
 
     ``COCOeval.evaluateImg`` writes the id of the matched annotation, or 0 for no match. ``COCO``
     finds annotations by their ids. So an object with the id 0 would count as missed.
     """
     # Projects make and derive evaluators themselves, in build_evaluator or test.
-    return replaced_functions([COCOEvaluator], {"evaluate": _numbering})
+    return patch.object(COCOEvaluator, "evaluate", _numbering(COCOEvaluator.evaluate))
 
 
 def _numbering(evaluate: Callable[..., Any]) -> Callable[..., Any]:

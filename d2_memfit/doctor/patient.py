@@ -15,9 +15,9 @@ from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
 
-from ..common.compat import TorchDispatchMode, storage_id
+from ..common.compat import TorchDispatchMode, default_group_replaced, storage_id
 from ..common.errors import MemfitError
-from ..common.side_work import alone, no_information
+from ..common.side_work import no_information
 from ..config.settings import NormalizerOptions, Precision, RecoveryOptions
 from ..engine.ranks import RankReport
 from ..engine.train_loop import AccumulatingTrainer
@@ -173,7 +173,7 @@ class Patient:
 
 @contextmanager
 def _as_planned() -> Iterator[None]:
-    with alone(), no_information(logging.WARNING), cuda_as_cpu():
+    with default_group_replaced(None), no_information(logging.WARNING), cuda_as_cpu():
         yield
 
 

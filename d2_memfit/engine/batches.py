@@ -13,6 +13,7 @@ from typing import Any, Callable, Optional
 
 import torch
 from detectron2.data.common import AspectRatioGroupedDataset, ToIterableDataset
+from detectron2.utils import comm
 from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
 
 from ..common import compat
@@ -60,10 +61,10 @@ class ResumableBatches(Iterator[Any]):
         self._sampler = dataset.sampler
         if not dataset.shard_sampler or not compat.deals_its_indices(self._sampler):
             raise UnknownLoader(f"one with a {type(self._sampler).__name__}")
-        self._loader = loader
+        self._loader, self._rank = loader, comm.get_rank()
         self.images = dataset.dataset
         self.layout: dict[str, int] = {
-            "ranks": compat.num_ranks_of(self._sampler),
+            "ranks": comm.get_world_size(),
             "workers": loader.num_workers,
             "batch": loader.batch_size,
             "group": group,
@@ -74,7 +75,8 @@ class ResumableBatches(Iterator[Any]):
         """Read the stream of all ranks from a place on, after what was taken from there."""
         taken = taken or _Taken(workers=(None,) * self.layout["workers"])
         self._first = first
-        sampler, group = _RestOfStream(self._sampler, first), self.layout["group"]
+        group = self.layout["group"]
+        sampler = _RestOfStream(self._sampler, first // self.layout["ranks"])
         self._received = _Received(self._loader, sampler, taken, is_grouped=group > 0)
         self._batches: Iterator[Any] = self._received
         if group:
@@ -142,7 +144,7 @@ class ResumableBatches(Iterator[Any]):
         known = next(state for state in ranks if state)
         if stream["layout"] == self.layout:
             unknown = {**known, "workers": [None] * len(known["workers"]), "waiting": []}
-            own = ranks[compat.rank_of(self._sampler)] or {**unknown, "seeds": None}
+            own = ranks[self._rank] or {**unknown, "seeds": None}
             self._read_from(stream["first"], _Taken.from_state(own, self.images))
         else:
             taken = sum((state or known)["batches"] for state in ranks) * stream["layout"]["batch"]
@@ -165,7 +167,7 @@ class _Taken:
         """Restore a state, and reload the images that waited."""
         own, waiting = RandomState(), []
         for index, states in state["waiting"]:
-            RandomState.from_state_dict(states).restore()
+            RandomState(states=states).restore()
             waiting.append((images[index], index, pickle.dumps(states)))
         own.restore()
         workers = [states and pickle.dumps(states) for states in state["workers"]]
@@ -243,16 +245,14 @@ def _grouped(received: _Received, size: int) -> Iterator[Any]:
 
 
 class _RestOfStream(Sampler[int]):
-    """A Detectron2 training sampler from a place on, before it distributes to ranks."""
+    """A Detectron2 training sampler from one of its rank's indices on."""
 
     def __init__(self, sampler: Any, first: int) -> None:
         self._sampler = sampler
         self._first = first
 
     def __iter__(self) -> Iterator[int]:
-        start = self._first + compat.rank_of(self._sampler)
-        indices = compat.endless_indices(self._sampler)
-        return islice(indices, start, None, compat.num_ranks_of(self._sampler))
+        return islice(self._sampler, self._first, None)
 
 
 class _ResumedImages(IterableDataset[Any]):
@@ -281,11 +281,11 @@ class _ResumedImages(IterableDataset[Any]):
         done = len(range(worker, self._batches, workers))  # batches of this worker
         if info is not None:
             if (states := self._workers[worker]) is not None:
-                RandomState.from_state_dict(pickle.loads(states)).restore()
+                RandomState(states=pickle.loads(states)).restore()
             if worker < self._batches % workers:
                 yield from [None] * self._batch
         for index in islice(self._indices, done * self._batch, None):
-            states = pickle.dumps(RandomState().state_dict()) if self._keeps_states else None
+            states = pickle.dumps(RandomState().states) if self._keeps_states else None
             yield self._images[index], index, states
 
 
@@ -299,7 +299,7 @@ def _with_states(collate: Callable[[list[Any]], Any], rows: list[Any]) -> tuple[
     if rows[0] is None:
         return None, None
     batch = collate([image for image, _, _ in rows])
-    after = None if get_worker_info() is None else pickle.dumps(RandomState().state_dict())
+    after = None if get_worker_info() is None else pickle.dumps(RandomState().states)
     return batch, (*rows[0][1:], after)
 
 

@@ -9,7 +9,7 @@ import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import IO, Any, Optional
 
 import torch
 from detectron2.checkpoint import DetectionCheckpointer
@@ -17,7 +17,7 @@ from detectron2.engine import TrainerBase
 
 from ..common import compat
 from ..common.errors import CheckpointError
-from ..common.files import LEFTOVERS, FolderLock, checked, is_local, verify_checksums, whole_file
+from ..common.files import LEFTOVERS, checked, is_local, lock_folder, verify_checksums, whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
     """
 
     needs_all = _goes_on = _loads_all = False
-    _lock: Optional[FolderLock] = None
+    _lock: Optional[IO[str]] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,7 +92,7 @@ class MemfitCheckpointer(DetectionCheckpointer):
             return
         if is_local(self.save_dir) and self._lock is None:
             os.makedirs(self.save_dir, exist_ok=True)
-            self._lock = FolderLock(self.save_dir)
+            self._lock = lock_folder(self.save_dir)
             for leftover in glob.glob(os.path.join(glob.escape(self.save_dir), LEFTOVERS)):
                 os.remove(leftover)
         if is_new and not self._goes_on:

@@ -48,7 +48,7 @@ def _of_a_job(init: Callable[..., None]) -> Callable[..., None]:
             return
         cfg = self._make_run(cfg)
         files = files_of_classes([*type(self).__mro__, DefaultTrainer])
-        with replaced_functions(files, {"create_ddp_model": lambda _: compat.create_ddp_model}):
+        with replaced_functions((files, {"create_ddp_model": lambda _: compat.create_ddp_model})):
             init(self, cfg, *args, **kwargs)
         self._complete()
 

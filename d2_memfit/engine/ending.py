@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Optional
+from unittest.mock import patch
 
 from detectron2.engine import HookBase, TrainerBase
 from detectron2.engine.hooks import EvalHook, LRScheduler
@@ -25,8 +26,8 @@ from ..common.errors import (
     START_HERE,
     MemfitError,
     RankError,
+    no_traceback_of_loop,
     one_line,
-    tracebacks_only_in_files,
     write_traceback,
 )
 from ..memory import is_killed_worker, is_lost_rank, is_out_of_memory
@@ -123,7 +124,7 @@ def saved_at_end(trainer: TrainerBase) -> Iterator[None]:
     Raises:
         SystemExit: a signal has asked the run to end. The status is 128 + its number.
     """
-    with causes_named(), tracebacks_only_in_files():
+    with causes_named(), no_traceback_of_loop():
         try:
             yield
         finally:
@@ -199,10 +200,11 @@ class SaveOnEnding(HookBase):
         self._undo.enter_context(handled(free_signals(), self._note))
         if self.trainer.start_iter == self.trainer.max_iter:  # its last save may have failed
             self._inner.restore_again()
-            with compat.at_iteration(self.trainer, self._inner.done):
+            done = self._inner.done
+            with patch.object(self.trainer, "iter", done), patch.object(self._inner, "iter", done):
                 self._inner.gather_states()
                 if self._checkpointer is not None:
-                    self._checkpointer.save("model_final", iteration=self._inner.done)
+                    self._checkpointer.save("model_final", iteration=done)
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         """Let the run end after this iteration, or at once in an evaluation."""
@@ -293,6 +295,7 @@ class SaveOnEnding(HookBase):
                 hook.scheduler.step()
         name = f"model_{inner.done:07d}"
         if not own.get_checkpoint_file().endswith(f"{name}.pth"):
-            with compat.at_iteration(self.trainer, inner.done):
-                own.save(name, iteration=inner.done)
+            done = inner.done
+            with patch.object(self.trainer, "iter", done), patch.object(inner, "iter", done):
+                own.save(name, iteration=done)
         return f"The last checkpoint is {own.get_checkpoint_file()}"

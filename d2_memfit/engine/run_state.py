@@ -74,7 +74,7 @@ class ResumableTrainer(SimpleTrainer):
     def _own_state(self) -> dict[str, Any]:
         """The state of this rank, in plain types and tensors."""
         return {
-            "random_states": RandomState(next(self.model.parameters()).device).state_dict(),
+            "random_states": RandomState(next(self.model.parameters()).device).states,
             "numbers": dict(self._numbers().items() - self._numbers_at_start.items()),
             "data": self.resumable_batches and self.resumable_batches.state(),
         }
@@ -106,7 +106,7 @@ class ResumableTrainer(SimpleTrainer):
                 module, _, attribute = name.rpartition(".")
                 setattr(compat.without_ddp(self.model).get_submodule(module), attribute, value)
             device = next(self.model.parameters()).device
-            self._loaded_state = RandomState.from_state_dict(own["random_states"], device)
+            self._loaded_state = RandomState(device, own["random_states"])
             self._loaded_state.restore()
         elif run:
             text = "The checkpoint has no random states of rank %d: it draws other augmentations"

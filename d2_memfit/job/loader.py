@@ -11,7 +11,7 @@ from detectron2.data import MetadataCatalog, common
 from detectron2.utils import comm
 
 from ..common.errors import DataError
-from ..common.patching import modules_with, replaced_together
+from ..common.patching import modules_with, replaced_functions
 from ..data.faults import check, kinds_of, look_at_annotations, look_at_images, warnings_about
 from ..memory import is_loader_out_of_memory
 from ..techniques.host import SharedList
@@ -86,7 +86,7 @@ def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
             ("MapDataset", common.MapDataset, naming),
         )
     ]
-    with replaced_together(groups):
+    with replaced_functions(*groups):
         yield
 
 

@@ -20,7 +20,7 @@ from detectron2.structures import BoxMode
 from numpy.lib.stride_tricks import as_strided
 from PIL import Image
 
-from ..common.patching import modules_with, replaced_together
+from ..common.patching import Group, modules_with, replaced_functions
 from ..common.side_work import aside
 from .datasets import Size, boxes_anywhere, dict_of, invented_dict, num_objects_of, statistics_of
 
@@ -101,12 +101,12 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
 
     maps = [getattr(common, n) for n in ("MapDataset", "_MapIterableDataset") if hasattr(common, n)]
     # A loader has its mapper, and the names of its datasets, only while it is made.
-    groups: list[tuple[list[Any], dict[str, Any]]] = [
+    groups: list[Group] = [
         (maps, {"__init__": note_mapper}),
         ([type(DatasetCatalog)], {"get": get_one_dict}),
         ([build], {"load_proposals_into_dataset": add_proposals}),
     ]
-    with aside(), replaced_together(groups), warnings.catch_warnings():
+    with aside(), replaced_functions(*groups), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of workers, which do not start
         make_loader()
     return captured
@@ -236,12 +236,12 @@ def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
     readers = [m for m, f in modules_with("read_image") if f is detection_utils.read_image]
     # Mappers make and call their augmentations themselves, with lengths that are drawn at random.
     resizes = {c for _, c in modules_with("ResizeShortestEdge") if isinstance(c, type)}
-    replaced: list[tuple[list[Any], dict[str, Any]]] = [
+    replaced: list[Group] = [
         (readers, {"read_image": read_empty}),
         ([c for c in resizes if "get_transform" in vars(c)], {"get_transform": take_largest}),
         ([ResizeTransform], {"apply_image": resize_empty}),
     ]
-    with TemporaryDirectory() as folder, aside(), replaced_together(replaced):
+    with TemporaryDirectory() as folder, aside(), replaced_functions(*replaced):
         files = EmptyFiles(labels, folder)
         yield files
 

@@ -16,7 +16,8 @@ import torch
 
 from .. import __version__
 from ..common import MB
-from ..common.files import Name, load_fields, load_json, whole_file
+from ..common.errors import DataError
+from ..common.files import Name, load_json, whole_file
 
 __all__ = ["FIGURES", "PEAK_LAG_BYTES", "DeviceMemory", "ProcessMemory", "RunRecord"]
 __all__ += ["available_host_bytes", "device_and_software", "device_memory", "figures_of_plan"]
@@ -159,8 +160,11 @@ class RunRecord:
             DataError: there is none, or it is torn or of another version.
         """
         path = Path(folder) / _FILE_NAME
-        record: RunRecord = load_fields(cls, load_json(path, "the record of a run "), str(path))
-        return record
+        values = load_json(path, "the record of a run ")
+        try:
+            return cls(**values)
+        except TypeError as e:
+            raise DataError(f"{path} is not of this version of d2_memfit ({e})") from e
 
 
 def device_and_software(device: torch.device) -> dict[str, Any]:

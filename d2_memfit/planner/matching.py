@@ -12,7 +12,7 @@ from detectron2.modeling.matcher import Matcher
 from detectron2.structures import Boxes
 from torch import nn
 
-from ..common import patching
+from ..common.patching import Group, modules_with, replaced_functions, source_files
 from ..techniques import masks
 from .meta import is_fake, make_fake, make_real
 
@@ -45,7 +45,7 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
             if len(boxes1) * len(boxes2) < _LARGE_MATRIX or is_fake(tensors):
                 return pairwise_iou(boxes1, boxes2)
             make_fake(tensors)
-            with patching.replaced_functions([Boxes], _FAKE_RESULTS):
+            with replaced_functions(([Boxes], _FAKE_RESULTS)):
                 matrix = pairwise_iou(boxes1, boxes2)
             make_real(tensors)
             return matrix
@@ -67,20 +67,16 @@ def fast_matching(model: nn.Module) -> Iterator[None]:
 
         return match
 
-    files = patching.source_files(model.modules())
-    knows_iou = patching.knows_function(files, "pairwise_iou")
     solver = "linear_sum_assignment"
-    # A matcher need not be a module of the model.
-    matchers = [f for f in files if solver in vars(f)]
-    matchers += [module for module, _ in patching.modules_with(solver)]
+    matchers = [file for file, _ in modules_with(solver)]  # which need not be modules of the model
     # Models call these functions by name. They have no arguments that would choose others.
-    groups: list[tuple[list[Any], dict[str, Any]]] = [
+    groups: list[Group] = [
         ([Matcher], {"__call__": with_any_labels}),
-        (files, {"pairwise_iou": without_values} if knows_iou else {}),
-        (matchers, {solver: lambda _: _any_match} if matchers else {}),
+        (source_files(model.modules()), {"pairwise_iou": without_values}),
+        (matchers, {solver: lambda _: _any_match}),
         ([masks], {"parts_of_points": lambda parts: lambda *args: parts(*args)[:1]}),
     ]
-    with patching.replaced_together(groups):
+    with replaced_functions(*groups):
         yield
 
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from importlib import import_module
-from itertools import chain
 from typing import Any, Optional
 
 import torch
 from torchvision.ops import deform_conv2d
 
 from ..common.compat import DeviceContext, constructors, know_as_builtin, tree_map
-from ..common.patching import Groups, replaced_together
+from ..common.patching import Group, replaced_functions
 
 __all__ = ["casts_of_cuda", "compiled_operators", "cuda_as_cpu"]
 
@@ -22,7 +21,7 @@ deform_conv = import_module("detectron2.layers.deform_conv")  # a function has t
 
 
 @contextmanager
-def cuda_as_cpu(*others: Groups) -> Iterator[None]:
+def cuda_as_cpu(*others: Group) -> Iterator[None]:
     """While open, CUDA is the CPU for code in Python.
 
     ``.cuda()``, ``.to("cuda")``, ``device="cuda"``, autocast for CUDA, streams and the like do on
@@ -39,11 +38,8 @@ def cuda_as_cpu(*others: Groups) -> Iterator[None]:
     Args:
         others: other stand-ins of a dry run, which are open for the same time.
     """
-    cuda = [
-        ([place], {name: new for name, new in replacements.items() if hasattr(place, name)})
-        for place, replacements in _replacements()
-    ]
-    with replaced_together([*cuda, *chain.from_iterable(others)]):
+    cuda: list[Group] = [([place], replacements) for place, replacements in _replacements()]
+    with replaced_functions(*cuda, *others):
         yield
 
 
@@ -200,14 +196,14 @@ _TO_FLOAT32 = {
 }
 
 
-def casts_of_cuda() -> Groups:
+def casts_of_cuda() -> Group:
     """For :func:`cuda_as_cpu`: make autocast on the CPU cast the same operators as on a GPU.
 
     The functions are replaced. A TorchFunctionMode does not work: PyTorch closes it in a backward,
     where checkpointed modules are computed again.
     """
     places = (torch, torch.linalg, torch.nn.functional, torch.Tensor)
-    return [(places, dict.fromkeys(_TO_FLOAT32, _in_float32))]
+    return places, dict.fromkeys(_TO_FLOAT32, _in_float32)
 
 
 def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -225,7 +221,7 @@ def _to_float32(value: Any) -> Any:
     return value.float() if is_short else value
 
 
-def compiled_operators() -> Groups:
+def compiled_operators() -> list[Group]:
     """For :func:`cuda_as_cpu`: compiled operators with the same allocations as on a GPU.
 
     They compute no values. Deformable convolution is torchvision's operator, which has a meta
@@ -233,7 +229,7 @@ def compiled_operators() -> Groups:
     Deformable DETR, which other projects have by the same name.
     """
     convolve, modulated = _other(_convolve), _other(_convolve_modulated)
-    groups: list[Any] = [
+    groups: list[Group] = [
         ([deform_conv], {"deform_conv": convolve, "modulated_deform_conv": modulated})
     ]
     if file := sys.modules.get("MultiScaleDeformableAttention"):

@@ -13,9 +13,10 @@ from detectron2.utils.events import EventStorage
 from torch import nn
 from torch.optim import Optimizer
 
+from ..common.compat import default_group_replaced
 from ..common.errors import MemfitError
-from ..common.patching import Groups
-from ..common.side_work import alone, no_information, unchanged_random_state
+from ..common.patching import Group
+from ..common.side_work import no_information, unchanged_random_state
 from ..config.settings import Precision
 from ..job import Job, is_image, losses_of, tensors_of
 from ..memory import TensorMeter
@@ -78,7 +79,7 @@ class Session:
             accumulates: whether gradients of earlier micro-batches exist.
         """
         precision = self._job.precision("cpu")
-        with self._running(micro_batches, casts_of_cuda() if self._like_gpu else ()) as run:
+        with self._running(micro_batches, [casts_of_cuda()] if self._like_gpu else ()) as run:
             self.model.train()
             if not accumulates:
                 self.model.zero_grad(set_to_none=True)
@@ -106,14 +107,16 @@ class Session:
         return self._begin_timeline()
 
     @contextmanager
-    def _started(self, stand_ins: Groups = ()) -> Iterator[None]:
+    def _started(self, stand_ins: Sequence[Group] = ()) -> Iterator[None]:
         last = EventStorage(self._job.cfg.SOLVER.MAX_ITER - 1)  # a burn-in is over by then
         with _as_on_gpu(stand_ins), no_information(), last:
             torch.default_generator.manual_seed(0)  # and no generator of a GPU
             yield
 
     @contextmanager
-    def _running(self, micro_batches: Sequence[Any], stand_ins: Groups) -> Iterator[DryRun]:
+    def _running(
+        self, micro_batches: Sequence[Any], stand_ins: Sequence[Group]
+    ) -> Iterator[DryRun]:
         """A dry run whose inputs are on the device. Gradients exist before and after it."""
         self._begin_timeline()
         inputs = tensors_of(micro_batches)
@@ -201,13 +204,13 @@ def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
 
 
 @contextmanager
-def _as_on_gpu(stand_ins: Groups = ()) -> Iterator[None]:
+def _as_on_gpu(stand_ins: Sequence[Group] = ()) -> Iterator[None]:
     """Run the code for a GPU, in one thread: little is computed, so more threads do not help."""
     num_threads = torch.get_num_threads()
     # Otherwise PyTorch's first call of a TorchScript function has other operators than later ones.
     as_it_is = torch.jit.optimized_execution(False)
-    on_cpu = cuda_as_cpu(compiled_operators(), stand_ins)
-    with alone(), on_cpu, unchanged_random_state(), as_it_is:
+    on_cpu = cuda_as_cpu(*compiled_operators(), *stand_ins)
+    with default_group_replaced(None), on_cpu, unchanged_random_state(), as_it_is:
         torch.set_num_threads(1)
         try:
             yield

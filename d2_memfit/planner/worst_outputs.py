@@ -10,7 +10,7 @@ import torch
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
-from ..common.patching import knows_function, replaced_functions, source_files
+from ..common.patching import replaced_functions, source_files
 from ..job import boxes_anywhere
 
 __all__ = ["detect_most", "parts_with_roi_heads", "worst_case"]
@@ -50,9 +50,8 @@ def detect_most(model: nn.Module, batch: Any, note: Note = str) -> None:
     Args:
         note: called with a line for the user if the largest number is not known.
     """
-    name, files = "fast_rcnn_inference", source_files(model.modules())
-    most = {name: partial(_detecting_most, note)} if knows_function(files, name) else {}
-    with replaced_functions(files, most):
+    most = {"fast_rcnn_inference": partial(_detecting_most, note)}
+    with replaced_functions((source_files(model.modules()), most)):
         if _is_empty(model(batch)):
             note(
                 f"{type(model).__name__} detects nothing in a dry run; an image with objects needs "

@@ -14,7 +14,7 @@ from detectron2.utils.logger import log_first_n
 from torch import nn
 
 from ..common.errors import ConfigError
-from ..common.patching import replaced_together, source_files
+from ..common.patching import replaced_functions, source_files
 from .technique import Technique, wrap_method
 
 __all__ = ["ChunkedMatching", "DenoisingQueries", "pairwise_iou_in_chunks"]
@@ -67,9 +67,8 @@ def _forward_in_chunks(
 ) -> Any:
     # Code of projects may do anything with a matrix; that of Detectron2 is known.
     files = [f for f in source_files([module]) if f.__name__.startswith("detectron2.")]
-    files = [f for f in files if hasattr(f, "pairwise_iou")]
     replacement = {"pairwise_iou": partial(pairwise_iou_in_chunks, chunk_size)}
-    with replaced_together([(files, replacement)] if files else []):
+    with replaced_functions((files, replacement)):
         return forward(*args, **kwargs)
 
 
@@ -185,7 +184,7 @@ def _forward_with_limit(
     model: nn.Module, forward: Callable[..., Any], limit: int, *args: Any, **kwargs: Any
 ) -> Any:
     limited = partial(_none_for_crowds, limit)
-    with replaced_together([(found, {name: limited}) for found, name in _makers(model)]):
+    with replaced_functions(*((found, {name: limited}) for found, name in _makers(model))):
         return forward(*args, **kwargs)
 
 

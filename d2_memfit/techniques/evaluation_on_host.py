@@ -11,7 +11,7 @@ from torch import nn
 
 from ..common.compat import tree_map, without_torch_function
 from ..common.errors import ConfigError
-from ..common.patching import knows_function, replaced_functions, source_files
+from ..common.patching import replaced_functions, source_files
 from ..memory import on_host
 from .technique import Technique, wrap_method
 
@@ -144,7 +144,7 @@ def _marked(value: Any) -> Any:
 def can_have_results_on_host(model: nn.Module) -> bool:
     """Whether :func:`results_on_host` has an effect."""
     files = source_files(model.modules())
-    return any(knows_function(files, name) for name in _POSTPROCESSING)
+    return any(hasattr(file, name) for file in files for name in _POSTPROCESSING)
 
 
 def results_on_host(
@@ -156,12 +156,10 @@ def results_on_host(
         detector_postprocess: makes a replacement from Detectron2's function of this name; None runs
             the original.
     """
-    files = source_files(model.modules())
     replacements = dict.fromkeys(_POSTPROCESSING, _on_host)
     if detector_postprocess is not None:
         replacements["detector_postprocess"] = detector_postprocess
-    known = {name: new for name, new in replacements.items() if knows_function(files, name)}
-    return replaced_functions(files, known)
+    return replaced_functions((source_files(model.modules()), replacements))
 
 
 def _on_host(postprocess: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ from torch import nn
 
 from ..common.compat import BatchNorm
 from ..common.errors import ConfigError
-from ..common.patching import has_name
 from .checkpointing import Recomputed
 from .technique import Technique, wrap_method
 
@@ -47,7 +46,7 @@ class ChunkedHeads(Technique):
                     f"{self.key}: the {name} has batch normalisation, whose statistics are those "
                     "of all proposals. Set it None, or the head's NORM GN"
                 )
-            if not has_name(type(head).forward.__code__, "layers"):
+            if "layers" not in type(head).forward.__code__.co_names:
                 raise ConfigError(
                     f"{self.key}: the {name} has its own forward, without layers. Set it None"
                 )

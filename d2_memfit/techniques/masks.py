@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..common.compat import make_wrapper, schema, tree_map, without_torch_function
-from ..common.patching import File, Groups, files_of_classes, replaced_together, source_files
+from ..common.patching import Group, files_of_classes, replaced_functions, source_files
 from .technique import Technique, wrap_method
 
 __all__ = ["MaskBits", "PackedMasks", "pack_masks"]
@@ -40,7 +40,7 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, at
 _JOINS = {aten.cat.default, aten.stack.default}
 # Functions that copy masks into zeros of a padded size: Mask2Former's, DETR's, the transformers'.
 _PADDING = ("prepare_targets", "nested_tensor_from_tensor_list", "_pad_images_to_max_in_batch")
-_padding: WeakKeyDictionary[nn.Module, Groups] = WeakKeyDictionary()
+_padding: WeakKeyDictionary[nn.Module, list[Group]] = WeakKeyDictionary()
 
 
 class PackedMasks(Technique):
@@ -378,18 +378,18 @@ def _forward_with_packed_masks(
     bound = signature(type(model).forward).bind(model, *args, **kwargs)
     for name, value in bound.arguments.items():
         bound.arguments[name] = with_packed_masks(value, name)
-    with replaced_together(_padding_functions(model)):
+    with replaced_functions(*_padding_functions(model)):
         return forward(*bound.args[1:], **bound.kwargs)
 
 
-def _padding_functions(model: nn.Module) -> Groups:
-    """What pads masks, in the files and classes of a model, for :func:`replaced_together`."""
+def _padding_functions(model: nn.Module) -> list[Group]:
+    """What pads masks, in the files and classes of a model, for :func:`replaced_functions`."""
     if model not in _padding:
         modules = list(model.modules())
         files = source_files(modules)
         # Models of the transformers library make their criterion in a function.
         losses: list[Any] = [m.loss_function for m in modules if getattr(m, "loss_type", None)]
-        files += [File(f.__globals__) for f in map(unwrap, losses) if isinstance(f, FunctionType)]
+        files += files_of_classes(map(unwrap, losses))
         named = [value for file in files for value in vars(file).values()]
         bases = {b for kind in named if isinstance(kind, type) for b in kind.__mro__}
         places = [*bases, *files_of_classes(b for b in bases if issubclass(b, nn.Module))]

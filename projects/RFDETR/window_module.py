@@ -167,7 +167,7 @@ def job_of(
     without_ties = {"_sample_target_masks_at_points": _without_ties}
 
     def losses_of_points(model: nn.Module, batch: Columns) -> Mapping[str, Tensor]:
-        with replaced_functions([rfdetr_criterion], without_ties):
+        with replaced_functions(([rfdetr_criterion], without_ties)):
             return losses(model, batch)
 
     def build_model() -> nn.Module:

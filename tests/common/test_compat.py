@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """Each private name of Detectron2 and PyTorch that we use: it is there, and does what it is for."""
 
+from itertools import islice
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,7 +28,6 @@ NAMES = {
     "detectron2.data.dataset_mapper.DatasetMapper._transform_annotations": (
         *("self", "dataset_dict", "transforms", "image_shape"),  # projects/TiledImages
     ),
-    "detectron2.data.samplers.TrainingSampler._infinite_indices": ("self",),
     "detectron2.evaluation.COCOEvaluator._derive_coco_results": ("self", "eval", "task", "names"),
     "detectron2.utils.comm._LOCAL_PROCESS_GROUP": None,
     "detectron2.utils.events._CURRENT_STORAGE_STACK": None,
@@ -77,7 +78,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):  # 2.8 does not
 # Attributes that classes have, or that their objects get from them.
 ATTRIBUTES = {
     "detectron2.data.common._MapIterableDataset": ["_dataset", "_map_func"],
-    "detectron2.data.samplers.TrainingSampler": ["_rank", "_seed", "_world_size"],
+    "detectron2.data.samplers.TrainingSampler": ["_seed"],
     "detectron2.data.samplers.RandomSubsetTrainingSampler": ["_indexes_subset", "_seed_subset"],
     "detectron2.engine.DefaultTrainer": ["_trainer"],
     "detectron2.engine.SimpleTrainer": ["_data_loader_iter"],
@@ -156,9 +157,7 @@ def test_only_endless_samplers_deal_their_indices():
     sampler = TrainingSampler(4, shuffle=False)
     assert compat.deals_its_indices(sampler)
     assert not compat.deals_its_indices(InferenceSampler(4))
-    assert (compat.rank_of(sampler), compat.num_ranks_of(sampler)) == (0, 1)
-    indices = compat.endless_indices(sampler)
-    assert [int(next(indices)) for _ in range(5)] == [0, 1, 2, 3, 0]
+    assert [int(index) for index in islice(sampler, 5)] == [0, 1, 2, 3, 0]
 
 
 def test_hooks_and_periods_of_a_trainer_are_found():
@@ -182,7 +181,7 @@ def test_cross_entropies_end_in_one_operator(loss):
         return lambda *args: calls.append(args) or original(*args)
 
     owner = compat.cross_entropy_owner
-    with replaced_functions([owner], {"cross_entropy_loss": note}):
+    with replaced_functions(([owner], {"cross_entropy_loss": note})):
         loss(logits, target, weight)
     [(_, _, given, reduction, ignore_index, label_smoothing)] = calls
     assert given is weight

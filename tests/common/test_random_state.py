@@ -26,10 +26,10 @@ def test_the_same_numbers_are_drawn_again_and_again():
 def test_a_checkpoint_can_hold_it():
     np.random.randn()  # the second of a pair waits
     file = io.BytesIO()
-    torch.save(RandomState().state_dict(), file)
+    torch.save(RandomState().states, file)
     drawn = draw()
     file.seek(0)
-    RandomState.from_state_dict(torch.load(file, weights_only=True)).restore()
+    RandomState(states=torch.load(file, weights_only=True)).restore()
     assert draw() == drawn
 
 

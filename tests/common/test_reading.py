@@ -1,12 +1,11 @@
 # Copyright (c) the d2_memfit developers.
-"""Files that are none, files that would take all memory, and fields that are not what they were."""
-
-from dataclasses import dataclass
+"""Files that are none, and files that cannot be read."""
 
 import pytest
 
 from d2_memfit.common.errors import DataError
-from d2_memfit.common.files import checked, load_fields, load_json
+from d2_memfit.common.files import checked, load_json
+from d2_memfit.memory.readings import RunRecord
 
 
 @pytest.mark.parametrize(
@@ -40,24 +39,8 @@ def test_faults_of_json_are_one_line(tmp_path, content, why):
     assert why in str(e.value)
 
 
-@dataclass
-class Record:
-    n: int
-    x: float
-    rows: list[dict[str, int]]
-
-
-GOOD = {"n": 1, "x": 2.5, "rows": [{"a": 1}, {}]}
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("n", 1.0), ("n", 10**400), ("n", None), ("x", float("nan")), ("rows", [{"a": "1"}])],
-)
-def test_a_field_that_is_wrong_is_named(field, value):
-    assert load_fields(Record, GOOD, "f") == Record(**GOOD)
-    with pytest.raises(DataError, match=f"f, line 3: {field} must be ") as e:
-        load_fields(Record, {**GOOD, field: value}, "f, line 3")
-    assert len(str(e.value)) < 200
-    with pytest.raises(DataError, match="n must be"):
-        load_fields(Record, [GOOD], "f")
+def test_a_record_of_another_version_is_told(tmp_path):
+    for text in ("{}", "[]", '{"date": 1, "mean": 2}'):
+        (tmp_path / "memfit_peaks.json").write_text(text)
+        with pytest.raises(DataError, match=r"memfit_peaks.json is not of this version"):
+            RunRecord.read(tmp_path)

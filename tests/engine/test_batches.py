@@ -8,6 +8,7 @@ import random
 import signal
 from collections import Counter
 from itertools import islice
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from detectron2.data.samplers import (
     RepeatFactorTrainingSampler,
     TrainingSampler,
 )
+from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 
 from d2_memfit.common.side_work import RandomState
@@ -91,16 +93,14 @@ def test_a_resumed_stream_goes_on_to_the_last_bit(options, taken):
     batches = ResumableBatches(loader_of(**options))
     for _ in range(taken):
         next(batches)
-    stream, state, own = in_a_checkpoint(
-        batches.stream(), batches.state(), RandomState().state_dict()
-    )
+    stream, state, own = in_a_checkpoint(batches.stream(), batches.state(), RandomState().states)
     expected = [next(batches) for _ in range(8)]
 
     seed_all_rng(7)
     resumed = ResumableBatches(loader_of(**options))
     iter(resumed)  # as Detectron2 v0.6 does before a checkpoint is loaded
     resumed.load_state_dict(stream, [state])
-    RandomState.from_state_dict(own).restore()
+    RandomState(states=own).restore()
     assert [next(resumed) for _ in range(8)] == expected
 
 
@@ -130,7 +130,9 @@ def all_ranks(ranks, workers, batch, grouped):
         options = {"num_workers": workers, "aspect_ratio_grouping": grouped}
         loader = loader_of(rank=rank, ranks=ranks, batch=batch // ranks, **options)
         (loader.dataset if grouped else loader).dataset.sampler._seed = 5
-        made.append(ResumableBatches(loader))
+        as_rank = {"get_rank": lambda n=rank: n, "get_world_size": lambda: ranks}
+        with patch.multiple(comm, **as_rank):
+            made.append(ResumableBatches(loader))
     return made
 
 

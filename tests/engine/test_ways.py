@@ -11,7 +11,7 @@ from resumed import coins_cfg, register_coins
 from tiny import read_metrics
 
 from d2_memfit.cli import train as command
-from d2_memfit.common.files import FolderLock
+from d2_memfit.common.files import lock_folder
 from d2_memfit.config.load import load_cfg
 from d2_memfit.memory import enforce_budget, process_memory
 
@@ -83,13 +83,13 @@ def test_ranks_that_would_go_on_from_different_iterations_are_told(coins, tmp_pa
 
 def train_in_a_folder_in_use(rank, folder, coins):
     register_coins(coins)
-    lock = FolderLock(str(folder)) if rank == 1 else None  # the first rank is another process
+    lock = lock_folder(str(folder)) if rank == 1 else None  # the first rank is another process
     comm.synchronize()
     try:
         return error_of(folder, {})
     finally:
         if lock is not None:
-            lock.release()
+            lock.close()
 
 
 def test_a_rank_that_cannot_begin_ends_all(coins, tmp_path, two_ranks):

@@ -56,7 +56,7 @@ class OldDevice(DeviceModel):
 def as_in_cudnn_7() -> Iterator[None]:
     """While open, convolutions in float32 take what cuDNN 7 took on cards without TF32."""
     taken = {"workspace_bytes": lambda layout: lambda *args: _bytes_of_transforms(layout, *args)}
-    with replaced_functions([dry_run], taken):
+    with replaced_functions(([dry_run], taken)):
         yield
 
 
@@ -111,7 +111,7 @@ def as_in_pytorch(version: tuple[int, int]) -> Iterator[None]:
     """
     relu = {"relu": lambda _: _Relu.apply} if version < (1, 10) else {}
     loss = {"cross_entropy": _keeping_its_input} if version < (1, 11) else {}
-    with replaced_functions([torch], relu), replaced_functions([functional], loss):
+    with replaced_functions(([torch], relu), ([functional], loss)):
         yield
 
 

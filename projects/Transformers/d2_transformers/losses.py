@@ -91,7 +91,7 @@ def losses_of_images() -> Iterator[None]:
         "_is_torch_distributed_initialized": lambda original: lambda: False,
         "RfDetrHungarianMatcher": _image_by_image,
     }
-    with replaced_functions(files, replacements):
+    with replaced_functions((files, replacements)):
         yield
 
 
