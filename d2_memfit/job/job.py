@@ -5,7 +5,6 @@ import copy
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Optional, Union
@@ -102,9 +101,6 @@ class Job:
         ConfigError: a value cannot work.
     """
 
-    settings: Settings
-    parts: Parts
-
     def __init__(
         self,
         *,
@@ -137,7 +133,7 @@ class Job:
         cfg.MODEL.DEVICE, cfg.OUTPUT_DIR = device, output_dir
         cfg.DATASETS.TEST = () if test_loader is None else ("test_loader",)
         parts = GivenParts(model, optimizer, train_loader, test_loader, loss_fn)
-        self._describe(parts, Settings.from_cfg(cfg, ranks), batch=batch)
+        self._describe(parts, cfg, ranks, batch=batch)
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode, ranks: Optional[int] = None, **batch: Any) -> "Job":
@@ -163,9 +159,7 @@ class Job:
             trainer: ``DefaultTrainer``, or a class with such class methods.
             cfg, ranks, batch: as for :meth:`from_cfg`.
         """
-        job = cls.__new__(cls)
-        job._describe(TrainerParts(cfg, trainer), Settings.from_cfg(cfg, ranks), **batch)
-        return job
+        return cls.__new__(cls)._describe(TrainerParts(cfg, trainer), cfg, ranks, **batch)
 
     @classmethod
     def from_lazy(cls, cfg: DictConfig, ranks: Optional[int] = None, **batch: Any) -> "Job":
@@ -175,10 +169,7 @@ class Job:
             cfg: with the nodes model, optimizer, dataloader and train.
             ranks, batch: as for :meth:`from_cfg`.
         """
-        job = cls.__new__(cls)
-        settings = Settings.from_cfg(cfg_of_lazy(cfg), ranks)
-        job._describe(LazyParts(copy.deepcopy(cfg)), settings, **batch)
-        return job
+        return cls.__new__(cls)._describe(LazyParts(cfg), cfg_of_lazy(cfg), ranks, **batch)
 
     @classmethod
     def from_any(
@@ -200,10 +191,11 @@ class Job:
             return cls.from_lazy(config, ranks, **batch)
         return cls.from_trainer(trainer or DefaultTrainer, config, ranks, **batch)
 
-    def _describe(self, parts: Parts, settings: Settings, **given: Any) -> None:
-        self.settings = settings
-        self.parts = parts.with_cfg(settings.cfg, {})
+    def _describe(self, parts: Parts, cfg: CfgNode, ranks: Optional[int], **given: Any) -> "Job":
+        self.settings = Settings.from_cfg(cfg, ranks)
+        self.parts = parts.with_cfg(self.cfg, {})
         self._given = given
+        return self
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
         """The same job with other values for some config keys.
@@ -217,9 +209,8 @@ class Job:
         except KeyError as e:
             raise ConfigError(f"there is no config key {e.args[0]}") from e
         job.parts = self.parts.with_cfg(job.cfg, settings)
-        same_mapper = all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings)
-        if not same_mapper or job.geometry.crosses_batches != self.geometry.crosses_batches:
-            vars(job).pop("batches", None)
+        if not all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings):
+            vars(job).pop("batches", None)  # the mapper may be another
         return job
 
     @property
@@ -259,39 +250,28 @@ class Job:
         """Whether the model begins with trained weights, or may: a job of pieces loads its own."""
         return bool(self.cfg.MODEL.WEIGHTS) or isinstance(self.parts, GivenParts)
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is a dataset to evaluate on."""
-        return len(self.cfg.DATASETS.TEST) > 0
-
     def precision(self, device: Optional[str] = None) -> Precision:
         """Number formats on MODEL.DEVICE or another device."""
         return Precision.from_cfg(self.cfg, device)
 
-    def build_model(self, device: Optional[str] = None, announce: bool = True) -> nn.Module:
-        """Build the model with its techniques, on MODEL.DEVICE or another device.
-
-        Args:
-            announce: whether to log which techniques are on.
-        """
-        with nullcontext() if announce else no_information():
+    def build_model(self, device: Optional[str] = None) -> nn.Module:
+        """Build the model with its techniques, on MODEL.DEVICE or another device."""
+        with no_information():
             model = self.parts.build_model(self.cfg.MODEL.DEVICE if device is None else device)
-        return apply_techniques("model", model, self.cfg, announce)
+        return apply_techniques("model", model, self.cfg, announce=False)
 
-    def build_optimizer(self, model: nn.Module, announce: bool = True) -> Optimizer:
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
         """Build the optimizer with its techniques; ZeRO needs all ranks."""
         optimizer = self.parts.build_optimizer(model)
-        return apply_techniques("optimizer", optimizer, self.cfg, announce)
+        return apply_techniques("optimizer", optimizer, self.cfg, announce=False)
 
-    def build_train_loader(self, cfg: Optional[CfgNode] = None) -> Any:
+    def build_train_loader(self, cfg: CfgNode) -> Any:
         """Build the loader, with its checks and techniques.
 
         Args:
-            cfg: the job's config with its techniques for "config" applied; None applies them.
+            cfg: the job's config with its techniques for "config" applied.
         """
         says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
-        if cfg is None:
-            cfg = apply_techniques("config", self.cfg, self.cfg, announce=False)
         build = checked_loader(self.parts.with_cfg(cfg, {}).build_train_loader, cfg, says_all)
         return apply_techniques("loader", build, cfg)()
 

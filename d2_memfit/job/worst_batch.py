@@ -8,7 +8,7 @@ the largest of 200 draws counts.
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, Optional
@@ -17,7 +17,7 @@ from detectron2.structures import Instances
 
 from ..common.errors import ConfigError
 from .datasets import ANY_SIZE, Size, Statistics, assumed_statistics, num_objects_of, statistics_of
-from .given import copy_of, objects_in, padded_area, resize_to, size_of
+from .given import objects_in, padded_area, resize_to, size_of, tensors_of
 from .mapper import CapturedLoader, EmptyFiles, capture_loader, empty_files, resized
 
 __all__ = ["EXTREME_SIZES", "TYPICAL_SIZE", "MappedBatches", "WorstCase"]
@@ -105,9 +105,7 @@ class MappedBatches:
     mean_instances: Optional[float] = None
     is_resized: bool = False
     what: str = "training"
-
-    def __post_init__(self) -> None:
-        self._images: dict[_Draw, Any] = {}
+    _images: dict[_Draw, Any] = field(default_factory=dict, init=False)
 
     @property
     def num_instances(self) -> int:
@@ -251,11 +249,13 @@ class MappedBatches:
         if draw not in self._images:
             with empty_files(self._statistics.labels) as files:
                 self._images[draw] = self._crowded(draw, files)
+            for tensor in tensors_of(self._images[draw]):
+                tensor.data = tensor.contiguous()  # an empty image may be one number in memory
         data = self._images[draw]
         instances = data.get("instances") if isinstance(data, dict) else None
         if isinstance(instances, Instances) and len(instances) > num:
             data = {**data, "instances": instances[:num]}
-        data = copy_of(data)
+        data = copy.deepcopy(data)
         if isinstance(data, dict) and self.what == "evaluation":
             # Results are brought to the size of the file, masks included, where that is known.
             data["height"], data["width"] = self._statistics.largest or draw.size

@@ -54,7 +54,7 @@ class DryRuns:
         if run is not None:
             device = as_in_run(device, job, run)
         self.job, self.device = job, device
-        self.evaluates = evaluates and job.evaluates
+        self.evaluates = evaluates and bool(job.cfg.DATASETS.TEST)
         self.progress, self._like = progress, like
         self.runs: dict[tuple[int, bool], Timeline] = {}
         self._known: dict[Any, Any] = {}  # what is computed from them

@@ -83,7 +83,7 @@ def run_for_real(job: Job, device: str, evaluates: bool = True) -> Iterator[None
             iterate(job, model, optimizer, precision, micro_batches)
         del micro_batches
         yield
-        if evaluates and job.evaluates:
+        if evaluates and job.cfg.DATASETS.TEST:
             infer(model, job, job.evaluation_batch())
             yield
 
