@@ -103,7 +103,7 @@ def measure_item(name: str, device_name: str, small: bool) -> Record:
 def _measured(job: Job, device: torch.device) -> Record:
     """Memory and time of training steps and of an evaluation, under the job's budget if any."""
     enforce_budget(job.budget_gb, str(device))
-    step, trainer = _steps(job, micro_batch_size=job.geometry.largest_micro_batch)
+    step, trainer = _steps(job, micro_batch_size=job.largest_micro_batch)
     step()  # it makes the optimizer's states, and loads kernels
     _peaks(device)
     start = time.perf_counter()
@@ -149,7 +149,7 @@ def _steps(job: Job, **options: Any) -> tuple[Callable[[], float], Any]:
     precision = job.precision(device)
     if precision.scaler is not None:  # the first steps must not be left out
         precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
-    batch = job.training_batch(job.geometry.window)
+    batch = job.training_batch(job.window)
     for d in batch:
         d["image"] = torch.randint(0, 256, d["image"].shape, dtype=torch.uint8)
     trainer = AccumulatingTrainer(model, repeat(batch), optimizer, precision=precision, **options)

@@ -227,9 +227,8 @@ def _statistics_of_registered(name: str, load: Callable[[], Any]) -> Statistics:
     crowded = {**crowded, "height": height, "width": width}
     numbers, lines = sorted(filter(None, nums), reverse=True) or [1], []
     labels: tuple[int, ...] = ()
-    step = 1
-    if any("height" not in d for d in dicts):  # of label images, or of segments
-        step = -(-len(dicts) // _MOST_HEADERS)
+    headers = sum("height" not in d for d in dicts)  # of label images, or of segments
+    step = max(-(-headers // _MOST_HEADERS), 1)
     if step > 1:
         lines.append(f"no image of {name} is larger than one in {step} of them")
     sizes = frozenset(_size_of(d) for d in (crowded, *dicts[::step]))

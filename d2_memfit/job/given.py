@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from ..common.errors import ConfigError
 
-__all__ = ["GivenBatches", "is_image", "objects_in", "padded_area", "resize_image", "resize_to"]
-__all__ += ["size_of", "tensors_of", "with_objects"]
+__all__ = ["GivenBatches", "copy_of", "is_image", "objects_in", "padded_area", "resize_image"]
+__all__ += ["resize_to", "size_of", "tensors_of", "with_objects"]
 
+_LARGE_BYTES = 2**20
 _TARGETS = ("instances", "labels", "class_labels", "boxes")  # fields of an image's objects
 _PIXELS = (torch.uint8, torch.float32, torch.float16)  # others are labels, masks among them
 
@@ -67,8 +68,14 @@ class GivenBatches:
 def _take(images: Union[Sequence[Any], torch.Tensor], num: int) -> Any:
     indices = [i % len(images) for i in range(num)]
     if isinstance(images, torch.Tensor):
-        return copy.deepcopy(images[indices])
-    return [copy.deepcopy(images[i]) for i in indices]
+        return copy_of(images[indices])
+    return [copy_of(images[i]) for i in indices]
+
+
+def copy_of(data: Any) -> Any:
+    """A copy with its own tensors. Large ones are whole, even if they are views of a batch."""
+    large = [t for t in tensors_of(data) if t.nbytes >= _LARGE_BYTES]
+    return copy.deepcopy(data, {id(t): t.clone() for t in large})
 
 
 def objects_in(image: Any) -> Optional[int]:
@@ -87,8 +94,12 @@ def objects_in(image: Any) -> Optional[int]:
 
 def with_objects(image: dict[str, Any], num: int) -> dict[str, Any]:
     """An image with ``num`` objects: its own are repeated, or the last are left out."""
-    instances = image["instances"]
-    return {**image, "instances": instances[torch.arange(num) % len(instances)]}
+    instances, fields = image["instances"], {}
+    index = [i % len(instances) for i in range(num)]
+    for name, field in instances.get_fields().items():
+        is_list = isinstance(field, list)
+        fields[name] = [field[i] for i in index] if is_list else field[torch.tensor(index)]
+    return {**image, "instances": Instances(instances.image_size, **fields)}
 
 
 def is_image(tensor: torch.Tensor) -> bool:
@@ -145,9 +156,10 @@ def resize_to(image: dict[str, Any], size: tuple[int, int]) -> dict[str, Any]:
         dict: a new one. The given one does not change.
     """
     resized = {**image, "image": _resize_pixels(image["image"], size, "bilinear")}
-    for key in ("instances", "proposals"):
-        if key in image:
-            resized[key] = _resize_instances(image[key], size)
+    for key in {"instances", "proposals"} & image.keys():
+        own = image[key]
+        fields = {k: _resize_field(f, own.image_size, size) for k, f in own.get_fields().items()}
+        resized[key] = Instances(size, **fields)
     if "sem_seg" in image:
         resized["sem_seg"] = _resize_pixels(image["sem_seg"], size, "nearest")
     return resized
@@ -165,17 +177,9 @@ def _resize_pixels(pixels: torch.Tensor, size: tuple[int, int], mode: str) -> to
     return result.reshape(*pixels.shape[:-2], *size).to(pixels.dtype)
 
 
-def _resize_instances(instances: Instances, size: tuple[int, int]) -> Instances:
-    height, width = instances.image_size
-    scale = (size[1] / width, size[0] / height)
-    fields = {name: _resize_field(f, *scale, size) for name, f in instances.get_fields().items()}
-    for name, field in fields.items():  # masks without a class of their own, as Mask2Former's
-        if isinstance(field, torch.Tensor) and field.shape[-2:] == (height, width):
-            fields[name] = _resize_pixels(field, size, "nearest")
-    return Instances(size, **fields)
-
-
-def _resize_field(field: Any, scale_x: float, scale_y: float, size: tuple[int, int]) -> Any:
+def _resize_field(field: Any, before: tuple[int, int], size: tuple[int, int]) -> Any:
+    height, width = before
+    scale_x, scale_y = size[1] / width, size[0] / height
     if isinstance(field, (Boxes, RotatedBoxes)):
         field = field.clone()
         field.scale(scale_x, scale_y)
@@ -190,4 +194,7 @@ def _resize_field(field: Any, scale_x: float, scale_y: float, size: tuple[int, i
         )
     if isinstance(field, BitMasks):
         return BitMasks(_resize_pixels(field.tensor, size, "nearest"))
+    # Masks without a class of their own, as Mask2Former's.
+    if isinstance(field, torch.Tensor) and field.shape[-2:] == (height, width):
+        return _resize_pixels(field, size, "nearest")
     return field  # classes, scores: nothing with pixels

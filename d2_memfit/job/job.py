@@ -5,7 +5,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Optional, Union
 
@@ -23,45 +23,12 @@ from ..config.load import get_cfg, merge_memfit, with_settings
 from ..config.settings import Precision, Settings
 from ..techniques.registry import apply_techniques
 from .given import GivenBatches
-from .loader import checked_loader
 from .parts import GivenParts, LazyParts, LossFn, Parts, TrainerParts
 from .worst_batch import MappedBatches, WorstCase
 
 __all__ = ["Batches", "Job"]
 
 Batches = Union[GivenBatches, MappedBatches]
-
-
-@dataclass(frozen=True)
-class BatchGeometry:
-    """Numbers of images in one iteration.
-
-    Attributes:
-        ranks: processes that train together.
-        images_per_batch: images in a batch of one rank's loader, SOLVER.IMS_PER_BATCH / ranks.
-        accumulation_steps: batches of the loader per optimizer step.
-        micro_batch_size: images in one forward on each rank; None for the loader's batch.
-    """
-
-    ranks: int
-    images_per_batch: int
-    accumulation_steps: int = 1
-    micro_batch_size: Optional[int] = None
-
-    @property
-    def window(self) -> int:
-        """Images of one rank per optimizer step."""
-        return self.images_per_batch * self.accumulation_steps
-
-    @property
-    def largest_micro_batch(self) -> int:
-        return min(self.micro_batch_size or self.images_per_batch, self.window)
-
-    @property
-    def crosses_batches(self) -> bool:
-        """Whether a micro-batch can mix images of several of the loader's batches."""
-        size = self.micro_batch_size or self.images_per_batch
-        return self.accumulation_steps > 1 and self.images_per_batch % size > 0
 
 
 class Job:
@@ -122,8 +89,7 @@ class Job:
     ) -> None:
         ranks = comm.get_world_size() if ranks is None else ranks
         cfg = get_cfg()
-        is_number = isinstance(images_per_batch, int) and images_per_batch > 0
-        cfg.SOLVER.IMS_PER_BATCH = images_per_batch * (ranks if is_number else 1)
+        cfg.SOLVER.IMS_PER_BATCH = images_per_batch * ranks
         cfg.SOLVER.ACCUMULATION_STEPS = accumulation_steps
         cfg.SOLVER.MAX_ITER = max_iter
         cfg.SOLVER.AMP.ENABLED = amp_dtype is not None
@@ -223,11 +189,19 @@ class Job:
         return self.settings.ranks
 
     @property
-    def geometry(self) -> BatchGeometry:
-        """Numbers of images in an iteration."""
-        cfg, per_batch = self.cfg, self.cfg.SOLVER.IMS_PER_BATCH // self.ranks
-        steps, images = cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH
-        return BatchGeometry(self.ranks, per_batch, steps, images)
+    def images_per_batch(self) -> int:
+        """Images in a batch of one rank's loader."""
+        return self.cfg.SOLVER.IMS_PER_BATCH // self.ranks
+
+    @property
+    def window(self) -> int:
+        """Images of one rank per optimizer step."""
+        return self.images_per_batch * self.cfg.SOLVER.ACCUMULATION_STEPS
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The most images in one forward on each rank."""
+        return min(self.cfg.MEMFIT.MICRO_BATCH or self.images_per_batch, self.window)
 
     @property
     def budget_gb(self) -> Optional[float]:
@@ -265,16 +239,6 @@ class Job:
         optimizer = self.parts.build_optimizer(model)
         return apply_techniques("optimizer", optimizer, self.cfg, announce=False)
 
-    def build_train_loader(self, cfg: CfgNode) -> Any:
-        """Build the loader, with its checks and techniques.
-
-        Args:
-            cfg: the job's config with its techniques for "config" applied.
-        """
-        says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
-        build = checked_loader(self.parts.with_cfg(cfg, {}).build_train_loader, cfg, says_all)
-        return apply_techniques("loader", build, cfg)()
-
     @cached_property
     def batches(self) -> Batches:
         """The maker of the largest batches, from the given batch or with the job's own mapper."""
@@ -301,8 +265,10 @@ class Job:
         Args:
             batches: those to take it from, in place of the job's.
         """
-        num_images = self.geometry.largest_micro_batch if num_images is None else num_images
-        return (batches or self.batches).training(num_images, self.geometry.crosses_batches)
+        num_images = self.largest_micro_batch if num_images is None else num_images
+        accumulates = self.window > self.images_per_batch
+        crosses_batches = accumulates and self.images_per_batch % self.largest_micro_batch > 0
+        return (batches or self.batches).training(num_images, crosses_batches)
 
     def evaluation_batch(self) -> Any:
         """The largest batch in evaluation."""

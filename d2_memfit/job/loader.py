@@ -23,9 +23,7 @@ __all__ = ["checked_loader", "checked_test_loaders"]
 logger = logging.getLogger(__name__)
 
 
-def checked_loader(
-    build_loader: Callable[..., Any], cfg: CfgNode, says_all: bool = True
-) -> Callable[..., Any]:
+def checked_loader(build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:
     """Wrap a function that builds a training loader, so that the dataset is checked first.
 
     Oddities of the dataset dicts are logged. An image that cannot be loaded is named in the error.
@@ -33,12 +31,13 @@ def checked_loader(
 
     Args:
         build_loader: gets all arguments.
-        says_all: whether the config describes datasets, model and loader, too.
+        cfg: says what is checked in addition to boxes, if it names datasets. That of a LazyConfig
+            or of pieces does not.
 
     Raises:
         DataError: in the call, or while the loader is iterated.
     """
-    return _checking(partial(_check_dicts, cfg=cfg, says_all=says_all), cfg)(build_loader)
+    return _checking(partial(_check_dicts, cfg=cfg), cfg)(build_loader)
 
 
 def checked_test_loaders(cfg: CfgNode) -> AbstractContextManager[None]:
@@ -83,19 +82,18 @@ def _checking(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
         yield
 
 
-def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: bool) -> None:
+def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
     """Raise an error on each rank; look at images, and warn, on rank 0."""
-    summary = look_at_annotations(dicts)
-    check(summary, kinds_of(cfg) if says_all else {"box"})
+    summary, names = look_at_annotations(dicts), cfg.DATASETS.TRAIN
+    check(summary, kinds_of(cfg) if names else {"box"})
     if not comm.is_main_process():
         return
     named = [d for d in dicts if isinstance(d.get("file_name"), str)]
     look_at_images(summary, named)
     if not summary.num_opened:  # the names are not files; only the mapper can read them
         summary.cases.pop("missing", None)
-    names = list(cfg.DATASETS.TRAIN) if says_all else []
     class_names = MetadataCatalog.get(names[0]).get("thing_classes") if names else None
-    for warning in warnings_about(cfg if says_all else None, summary, class_names):
+    for warning in warnings_about(cfg if names else None, summary, class_names):
         logger.warning(warning)
 
 

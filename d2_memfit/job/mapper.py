@@ -154,13 +154,6 @@ class EmptyFiles:
                 Image.fromarray(pixels).save(path, compress_level=1)
         return d
 
-    def read(self, name: str, format: Optional[str]) -> Optional[Any]:
-        """An image, like Detectron2's ``read_image``; None for another file."""
-        image = self.images.get(name)
-        if image is None or format != "L":
-            return image
-        return image[..., None] if image.ndim == 2 else image[..., :1]
-
 
 def _empty(shape: tuple[int, ...], dtype: Any = np.uint8) -> Any:
     """An image whose pixels are all the same number in memory."""
@@ -201,8 +194,10 @@ def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
 
     def read_empty(original: Callable[..., Any]) -> Callable[..., Any]:
         def read_image(file_name: str, format: Optional[str] = None) -> Any:
-            image = files.read(file_name, format)
-            return original(file_name, format) if image is None else image
+            image = files.images.get(file_name)
+            if image is None:
+                return original(file_name, format)
+            return image.reshape(*image.shape[:2], -1)[..., :1] if format == "L" else image
 
         return read_image
 

@@ -208,9 +208,6 @@ class GivenParts(_Parts):
     def test_loaders(self) -> list[Callable[[], Any]]:
         return [] if self.test_loader is None else [self.test_loader]
 
-    def test(self, model: nn.Module) -> Any:
-        raise ConfigError("this Job was made from pieces, and has no test()")
-
     def with_cfg(self, cfg: CfgNode, settings: Mapping[str, Any]) -> "GivenParts":
         if cfg.MEMFIT.HOST.BUDGET_GB is not None:
             raise ConfigError(

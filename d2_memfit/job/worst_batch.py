@@ -17,7 +17,7 @@ from detectron2.structures import Instances
 
 from ..common.errors import ConfigError
 from .datasets import ANY_SIZE, Size, Statistics, assumed_statistics, num_objects_of, statistics_of
-from .given import objects_in, padded_area, resize_to, size_of, tensors_of
+from .given import copy_of, objects_in, padded_area, resize_to, size_of
 from .mapper import CapturedLoader, EmptyFiles, capture_loader, empty_files, resized
 
 __all__ = ["EXTREME_SIZES", "TYPICAL_SIZE", "MappedBatches", "WorstCase"]
@@ -171,11 +171,10 @@ class MappedBatches:
         """
         groups = [self._draws]
         if self.groups_by_aspect and not crosses_batches:
-            found = ([d for d in self._draws if _is_wide(d.original) == w] for w in (True, False))
-            groups = [group for group in found if group]
+            groups = [[d for d in self._draws if _is_wide(d.original) == w] for w in (True, False)]
         pairs = [
             [max(group, key=lambda d: d.size), max(group, key=lambda d: d.size[::-1])]
-            for group in groups
+            for group in filter(None, groups)
         ]
         chosen = max(pairs, key=lambda p: padded_area((p[0].size[0], p[1].size[1])))
         if num_images == 1:
@@ -249,13 +248,11 @@ class MappedBatches:
         if draw not in self._images:
             with empty_files(self._statistics.labels) as files:
                 self._images[draw] = self._crowded(draw, files)
-            for tensor in tensors_of(self._images[draw]):
-                tensor.data = tensor.contiguous()  # an empty image may be one number in memory
         data = self._images[draw]
         instances = data.get("instances") if isinstance(data, dict) else None
         if isinstance(instances, Instances) and len(instances) > num:
             data = {**data, "instances": instances[:num]}
-        data = copy.deepcopy(data)
+        data = copy_of(data)
         if isinstance(data, dict) and self.what == "evaluation":
             # Results are brought to the size of the file, masks included, where that is known.
             data["height"], data["width"] = self._statistics.largest or draw.size

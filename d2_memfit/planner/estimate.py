@@ -203,7 +203,7 @@ class DryJob(DryRuns):
         own = objects_in(image)
         if not own or not isinstance(image.get("instances"), Instances):
             return None
-        is_part = n < self.job.geometry.window
+        is_part = n < self.job.window
         more = (self._step(1, is_part, [with_objects(image, k * own)]) for k in (2, 4))
         twice, four_times = map(self._places_in, more)
         run = self.runs.get((n, is_part))
@@ -226,7 +226,7 @@ class DryJob(DryRuns):
         """
         use, *of_evaluation = [*self.uses()]
         total, offloaded = self.total_bytes(), self._offloaded_bytes()
-        geometry, batches, evaluation = self.job.geometry, self.job.batches, self.evaluation
+        job, batches, evaluation = self.job, self.job.batches, self.evaluation
         assumed = *batches.assumptions, *(batches.evaluation_assumptions if self.evaluates else ())
         notes = [note for run in [*self.runs.values(), evaluation] if run for note in run.notes]
         host = loader_bytes(self.job.cfg, self.job.ranks) + offloaded
@@ -236,10 +236,10 @@ class DryJob(DryRuns):
         return MemoryEstimate(
             device=self.device.description,
             from_run=self.device.from_run,
-            num_gpus=geometry.ranks,
-            images_per_gpu=geometry.images_per_batch,
-            micro_batch_size=geometry.largest_micro_batch,
-            accumulation_steps=geometry.accumulation_steps,
+            num_gpus=job.ranks,
+            images_per_gpu=job.images_per_batch,
+            micro_batch_size=job.largest_micro_batch,
+            accumulation_steps=job.cfg.SOLVER.ACCUMULATION_STEPS,
             image_size=size_of(self.job.training_batch()),
             num_instances=batches.num_instances,
             assumptions=tuple(dict.fromkeys([*assumed, *self.notes])),

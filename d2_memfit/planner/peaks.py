@@ -65,7 +65,7 @@ class DryRuns:
     @property
     def num_images(self) -> int:
         """Images in the largest micro-batch."""
-        return self.job.geometry.largest_micro_batch
+        return self.job.largest_micro_batch
 
     @cached_property
     def session(self) -> Session:
@@ -92,7 +92,7 @@ class DryRuns:
     def whole(self, num_images: Optional[int] = None) -> Timeline:
         """The dry run of a micro-batch with as many images, the largest by default."""
         n = self.num_images if num_images is None else num_images
-        return self.run(n, n < self.job.geometry.window)
+        return self.run(n, n < self.job.window)
 
     @cached_property
     def evaluation(self) -> Optional[Timeline]:
@@ -112,7 +112,7 @@ class DryRuns:
         on lines through the runs of 2 and of 3.
         """
         n = self.num_images if num_images is None else num_images
-        was_run = (n, n < self.job.geometry.window) in self.runs
+        was_run = (n, n < self.job.window) in self.runs
         return self._use(self.whole(n)) if n <= FEW or was_run else self.expected_use(n)
 
     def _use(self, timeline: Timeline) -> DeviceUse:
@@ -154,7 +154,7 @@ class DryRuns:
         for at, last in three.items():
             before, more = two.get(at, last), num_images - FEW
             places[at] = Counter({k: v + more * (v - before[k]) for k, v in last.items()})
-            if num_images < self.job.geometry.window:
+            if num_images < self.job.window:
                 places[at]["gradients"] = self.session.gradient_bytes
         return places
 

@@ -77,7 +77,7 @@ def run_for_real(job: Job, device: str, evaluates: bool = True) -> Iterator[None
         if precision.scaler is not None:  # the first steps must not be left out
             precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
         micro_batches: list[Any] = [job.training_batch()]
-        micro_batches *= min(-(-job.geometry.window // job.geometry.largest_micro_batch), 2)
+        micro_batches *= min(-(-job.window // job.largest_micro_batch), 2)
         for _ in range(2):  # the second finds the optimizer's states
             model.zero_grad(set_to_none=True)
             iterate(job, model, optimizer, precision, micro_batches)

@@ -29,6 +29,7 @@ def test_objects_are_repeated_in_all_fields(num):
         gt_classes=torch.arange(3),
         gt_masks=PolygonMasks([[[i, 0.0, i, 1, i, 2]] for i in range(3)]),
         gt_keypoints=Keypoints(torch.arange(9.0).reshape(3, 1, 3)),
+        names=["a", "b", "c"],
     )
     image = with_objects({"image": torch.zeros(3, 8, 8), "instances": instances}, num)
     made = image["instances"]
@@ -39,6 +40,7 @@ def test_objects_are_repeated_in_all_fields(num):
     assert torch.equal(made.gt_keypoints.tensor, instances.gt_keypoints.tensor[index])
     assert torch.equal(made.gt_rotated.tensor, instances.gt_rotated.tensor[index])
     assert [polygons[0][0] for polygons in made.gt_masks.polygons] == index
+    assert made.names == ["abc"[i] for i in index]
 
 
 def test_annotations_go_with_the_image():

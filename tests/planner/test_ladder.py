@@ -38,7 +38,7 @@ class Invented:
 
     def __init__(self, job, device, evaluates=True, progress=str, like=None):
         self.job, self.device, self.progress = job, device, progress
-        self.num_images, self.runs = job.geometry.largest_micro_batch, {}
+        self.num_images, self.runs = job.largest_micro_batch, {}
         memfit = job.cfg.MEMFIT
         self.key = f"{job.cfg.SOLVER.AMP.ENABLED} {memfit.OPTIMIZER} {memfit.CHECKPOINT} "
         self.key += (
