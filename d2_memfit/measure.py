@@ -115,7 +115,7 @@ def _measured(job: Job, device: torch.device) -> Record:
         if p.dim() > 1:
             p.data.zero_()  # then there are the most detections
     with EventStorage():
-        infer(trainer.model, job, job.evaluation_batch())
+        infer(trainer.model, job, job.batches.evaluation())
     evaluation, of_evaluation = _peaks(device)
     return {
         "seconds": seconds,

@@ -269,7 +269,3 @@ class Job:
         accumulates = self.window > self.images_per_batch
         crosses_batches = accumulates and self.images_per_batch % self.largest_micro_batch > 0
         return (batches or self.batches).training(num_images, crosses_batches)
-
-    def evaluation_batch(self) -> Any:
-        """The largest batch in evaluation."""
-        return self.batches.evaluation()

@@ -79,7 +79,7 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
             if statistics is None:
                 return [invented_dict((480, 640), 2, name, with_labels)] * _NUM_DICTS
             d = statistics.most_crowded
-            num = None if num_objects_of(d) else 1  # loaders leave out what has none
+            num = num_objects_of(d) or 1  # loaders leave out what has none
             return [dict_of(d, (d["height"], d["width"]), num)] * _NUM_DICTS
 
         return get
@@ -128,8 +128,7 @@ class EmptyFiles:
         """The result of a mapper for a dict, with the random numbers of a seed."""
         if not self.exist:
             with suppress(Exception):
-                data = map_func(self._named(d, seed))
-                if data is not None:
+                if (data := map_func(self._named(d, seed))) is not None:
                     return data
             self.exist = True  # the mapper may read them with a function of its own
         return map_func(self._named(d, seed))
@@ -144,11 +143,12 @@ class EmptyFiles:
         for key in {"file_name", "sem_seg_file_name", "pan_seg_file_name"} & d.keys():
             name = f"{key}_{d['height']}x{d['width']}_{len(colors)}.png"
             d[key] = path = os.path.join(self.folder, name)
-            if path not in self.images and key == "file_name":
-                self.images[path] = _empty((d["height"], d["width"], 3))
-            elif path not in self.images:
+            if path not in self.images:
                 values = self.labels if key == "sem_seg_file_name" else colors or [[0, 0, 0]]
-                self.images[path] = tiles((d["height"], d["width"]), values)
+                size = d["height"], d["width"]
+                self.images[path] = (
+                    _empty((*size, 3)) if key == "file_name" else tiles(size, values)
+                )
             if self.exist and not os.path.exists(path):
                 pixels = np.ascontiguousarray(self.images[path])
                 Image.fromarray(pixels).save(path, compress_level=1)

@@ -103,7 +103,7 @@ class DryRuns:
             return self._like.evaluation
         self.progress("Dry run: evaluation")
         with one_line_errors(lambda: self.job.batches.evaluation_assumptions, in_evaluation=True):
-            return self.session.evaluate(self.job.evaluation_batch())
+            return self.session.evaluate(self.job.batches.evaluation())
 
     def use(self, num_images: Optional[int] = None) -> DeviceUse:
         """Device memory of training with some images in a micro-batch, the largest by default.

@@ -84,7 +84,7 @@ def run_for_real(job: Job, device: str, evaluates: bool = True) -> Iterator[None
         del micro_batches
         yield
         if evaluates and job.cfg.DATASETS.TEST:
-            infer(model, job, job.evaluation_batch())
+            infer(model, job, job.batches.evaluation())
             yield
 
 

@@ -227,7 +227,7 @@ def test_small_weights_stay_though_gradients_are_not_numbers():
 )
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
     job = Job.from_cfg(make_cfg(name), 1, batch=CASE)
-    batch = job.evaluation_batch()
+    batch = job.batches.evaluation()
     dry = Session(job).evaluate(batch)
     computing()
     computed = Session(job).evaluate(batch)
