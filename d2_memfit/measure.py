@@ -27,7 +27,7 @@ from .common.files import check_outputs
 from .config.load import load_cfg, with_settings
 from .config.settings import RecoveryOptions
 from .engine.train_loop import AccumulatingTrainer
-from .job import Job, WorstCase
+from .job import Job
 from .memory import device_and_software, enforce_budget, use_expandable_segments
 from .planner.estimate import estimate_memory
 from .planner.plan import plan_memory
@@ -85,8 +85,9 @@ def measure_item(name: str, device_name: str, small: bool) -> Record:
     settings = {"MODEL.DEVICE": device_name, "SOLVER.IMS_PER_BATCH": 2, "SOLVER.BASE_LR": 1e-9}
     settings["MODEL.PIXEL_STD"] = [300.0] * 3  # activations of random weights stay small
     settings |= {**_CHANGES[change], **{f"MODEL.{key}": 16 for key in _NARROW if small}}
-    cfg = with_settings(load_cfg(config), settings)
-    job = Job.from_cfg(cfg, 1, batch=WorstCase((128, 160), 5) if small else None)
+    sizes: Record = {"image_size": (128, 160), "num_instances": 5} if small else {}
+    settings |= {"INPUT.MIN_SIZE_TRAIN": (0,), "INPUT.MIN_SIZE_TEST": 0} if small else {}
+    job = Job.from_cfg(with_settings(load_cfg(config), settings), 1, **sizes)
     if change == "recovery":
         return {**record, **_recovered(job, device)}
     if job.budget_gb is None:

@@ -94,7 +94,8 @@ def objects_in(image: Any) -> Optional[int]:
 
 def with_objects(image: dict[str, Any], num: int) -> dict[str, Any]:
     """An image with ``num`` objects: its own are repeated, or the last are left out."""
-    instances, fields = image["instances"], {}
+    instances: Instances = image["instances"]
+    fields: dict[str, Any] = {}
     index = [i % len(instances) for i in range(num)]
     for name, field in instances.get_fields().items():
         is_list = isinstance(field, list)

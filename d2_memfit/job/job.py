@@ -24,7 +24,7 @@ from ..config.settings import Precision, Settings
 from ..techniques.registry import apply_techniques
 from .given import GivenBatches
 from .parts import GivenParts, LazyParts, LossFn, Parts, TrainerParts
-from .worst_batch import MappedBatches, WorstCase
+from .worst_batch import MappedBatches
 
 __all__ = ["Batches", "Job"]
 
@@ -108,10 +108,9 @@ class Job:
         Args:
             ranks: processes that train together; None for those of this run.
             batch: the largest batch of the job: ``batch=`` images, see
-                :class:`~d2_memfit.job.given.GivenBatches`, or sizes as a :class:`WorstCase`. Or
-                values in place of the datasets': ``image_size=`` (height, width) of the largest
-                image file, ``num_instances=`` of the most crowded image, ``mean_instances=`` of
-                all images.
+                :class:`~d2_memfit.job.given.GivenBatches`. Or values in place of the datasets':
+                ``image_size=`` (height, width) of the largest image file, ``num_instances=`` of the
+                most crowded image, ``mean_instances=`` of all images.
         """
         return cls.from_trainer(DefaultTrainer, cfg, ranks, **batch)
 
@@ -244,9 +243,7 @@ class Job:
         """The maker of the largest batches, from the given batch or with the job's own mapper."""
         given = {key: value for key, value in self._given.items() if value is not None}
         batch = given.pop("batch", None)
-        if isinstance(batch, WorstCase):
-            given.update(vars(batch), is_resized=True)
-        elif batch is not None:
+        if batch is not None:
             return GivenBatches(batch)
         return MappedBatches(
             self.parts.build_train_loader,

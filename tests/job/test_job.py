@@ -18,7 +18,7 @@ from d2_memfit import Job, estimate_memory
 from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.lazy import cfg_of_lazy, overrides_of
 from d2_memfit.engine.build import build_trainer
-from d2_memfit.job import WorstCase, with_overrides
+from d2_memfit.job import with_overrides
 
 
 class AdamWTrainer(DefaultTrainer):
@@ -181,7 +181,6 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
             model=torch.nn.Identity,
             optimizer=torch.optim.SGD,
             train_loader=lambda: [images],
-            batch=WorstCase((64, 64), 1),
         ).training_batch()
 
 
