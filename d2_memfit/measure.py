@@ -27,7 +27,7 @@ from .common.files import check_outputs
 from .config.load import load_cfg, with_settings
 from .config.settings import RecoveryOptions
 from .engine.train_loop import AccumulatingTrainer
-from .job import Job, WorstCase
+from .job import Job
 from .memory import device_and_software, enforce_budget, use_expandable_segments
 from .planner.estimate import estimate_memory
 from .planner.plan import plan_memory
@@ -83,8 +83,9 @@ def measure_item(name: str, device_name: str, small: bool) -> dict[str, Any]:
     settings = {"MODEL.DEVICE": device_name, "SOLVER.IMS_PER_BATCH": 2, "SOLVER.BASE_LR": 1e-9}
     settings["MODEL.PIXEL_STD"] = [300.0] * 3  # activations of random weights stay small
     settings |= {**_CHANGES[change], **{f"MODEL.{key}": 16 for key in _NARROW if small}}
-    cfg = with_settings(load_cfg(config), settings)
-    job = Job.from_cfg(cfg, 1, batch=WorstCase((128, 160), 5) if small else None)
+    sizes: dict[str, Any] = {"image_size": (128, 160), "num_instances": 5} if small else {}
+    settings |= {"INPUT.MIN_SIZE_TRAIN": (0,), "INPUT.MIN_SIZE_TEST": 0} if small else {}
+    job = Job.from_cfg(with_settings(load_cfg(config), settings), 1, **sizes)
     if change == "recovery":
         return {**record, **_recovered(job, device)}
     if job.budget_gb is None:
@@ -101,7 +102,7 @@ def measure_item(name: str, device_name: str, small: bool) -> dict[str, Any]:
 def _measured(job: Job, device: torch.device) -> dict[str, Any]:
     """Memory and time of training steps and of an evaluation, under the job's budget if any."""
     enforce_budget(job.budget_gb, str(device))
-    step, trainer = _steps(job, micro_batch_size=job.geometry.largest_micro_batch)
+    step, trainer = _steps(job, micro_batch_size=job.largest_micro_batch)
     step()  # it makes the optimizer's states, and loads kernels
     _peaks(device)
     start = time.perf_counter()
@@ -113,7 +114,7 @@ def _measured(job: Job, device: torch.device) -> dict[str, Any]:
         if p.dim() > 1:
             p.data.zero_()  # then there are the most detections
     with EventStorage():
-        infer(trainer.model, job, job.evaluation_batch())
+        infer(trainer.model, job, job.batches.evaluation())
     evaluation, of_evaluation = _peaks(device)
     return {
         "seconds": seconds,
@@ -146,7 +147,7 @@ def _steps(job: Job, **options: Any) -> tuple[Callable[[], float], Any]:
     precision = job.precision(device)
     if precision.scaler.is_enabled():  # the first steps must not be left out
         precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
-    batch = job.training_batch(job.geometry.window)
+    batch = job.training_batch(job.window)
     for d in batch:
         d["image"] = torch.randint(0, 256, d["image"].shape, dtype=torch.uint8)
     trainer = AccumulatingTrainer(model, repeat(batch), optimizer, precision=precision, **options)

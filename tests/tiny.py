@@ -80,6 +80,12 @@ def tiny_cfg(family="mask_rcnn", image_size=64, device="cpu", fpn=True):
     return cfg
 
 
+def sized(cfg, image_size, num_instances):
+    """Make the images of a config as large as their files; return a job's arguments for those."""
+    cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MIN_SIZE_TEST = (0,), 0
+    return {"image_size": image_size, "num_instances": num_instances}
+
+
 def suggested(name, cfg):
     """The keys and values with which a plan turns a technique on, for images with bit masks."""
     job = Job.from_cfg(cfg, 1, batch=images(2))

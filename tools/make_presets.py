@@ -49,7 +49,7 @@ def preset(file: Path) -> str:
     del keys["MEMFIT"]["BUDGET_GB"]
     e = plan.estimate
     return (
-        f"# {keys['_BASE_']} on one GPU of {card}: {job.geometry.window} images in each "
+        f"# {keys['_BASE_']} on one GPU of {card}: {job.window} images in each "
         f"iteration,\n# {e.micro_batch_size} at a time. Estimated at {e.device_total_gb:.1f} of "
         f"{plan.budget_gb:g} GB.\n# Written by tools/make_presets.py.\n"
         + yaml.safe_dump(keys, default_flow_style=None, sort_keys=False, width=10_000)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from detectron2.data.common import _MapIterableDataset
+from detectron2.data.common import MapDataset, _MapIterableDataset
 from detectron2.data.samplers import TrainingSampler
 from detectron2.engine import DefaultTrainer, HookBase, SimpleTrainer, TrainerBase
 from detectron2.engine.defaults import create_ddp_model as _create_ddp_model
@@ -42,6 +42,8 @@ tree_flatten = _pytree.tree_flatten
 tree_iter = _pytree.tree_iter
 tree_map = _pytree.tree_map
 tree_unflatten = _pytree.tree_unflatten
+
+map_datasets = MapDataset, _MapIterableDataset  # of images by index, and in the loader's order
 
 # F.cross_entropy calls its cross_entropy_loss(logits, target, weight, reduction (1 is the mean),
 # ignore_index, label_smoothing).

@@ -108,8 +108,13 @@ def same_as_detectron2(patient: Patient) -> str:
 
     def plain() -> list[torch.Tensor]:
         model = patient.model()
+
+        class WithLosses(nn.Module):
+            def forward(self, batch: Any) -> Any:
+                return patient.losses(model, batch)
+
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        trainer = SimpleTrainer(_WithLosses(model, patient), [patient.batch()], optimizer)
+        trainer = SimpleTrainer(WithLosses(), [patient.batch()], optimizer)
         seed_all_rng(0)
         with EventStorage():
             trainer.iter = 0
@@ -122,17 +127,6 @@ def same_as_detectron2(patient: Patient) -> str:
         if len(gradients) == len(expected) and all(map(torch.equal, gradients, expected)):
             return f"loss {loss:.4g} and gradients equal Detectron2's, bit by bit"
     raise Unwell("loss or gradients differ from those of Detectron2's SimpleTrainer")
-
-
-class _WithLosses(nn.Module):
-    """A model whose forward returns the job's losses."""
-
-    def __init__(self, model: nn.Module, patient: Patient) -> None:
-        super().__init__()
-        self.model, self.losses = model, patient.losses
-
-    def forward(self, batch: Any) -> Any:
-        return self.losses(self.model, batch)
 
 
 def accumulates(patient: Patient) -> str:
@@ -163,7 +157,16 @@ def _with_pixels(image: Any, seed: int) -> Any:
 
 def recovers(patient: Patient) -> str:
     """Check that a failed backward leaves no trace in the model or in the weights after a step."""
-    _check_snapshot(patient)
+    model = patient.model()
+    before, at_start = state_of(model), Snapshot(model)
+    patient.call(patient.losses, model, patient.batch())
+    at_start.restore()
+    changed, _ = changed_by_forward(before, state_of(model))
+    if changed:
+        raise Unwell(
+            f"a forward changes {', '.join(changed[:_FEW])}, which a retry does not put back: keep "
+            "it in a number or a list, or write save_for_retry() and restore_for_retry(state)"
+        )
     _, _, counting = patient.step(fail_at=(10**9,), with_optimizer=True)
     fail_at = int(counting.injector.num_allocations * _LATE)
     undisturbed, _, _ = patient.step(micro_batch_size=1, with_optimizer=True)
@@ -179,31 +182,14 @@ def recovers(patient: Patient) -> str:
     return "the images are run again one by one; weights equal those without the error, bit by bit"
 
 
-def _check_snapshot(patient: Patient) -> None:
-    """Raise :class:`Unwell` if a forward changes what a retry does not put back."""
-    model = patient.model()
-    before, at_start = state_of(model), Snapshot(model)
-    patient.call(patient.losses, model, patient.batch())
-    at_start.restore()
-    changed, _ = changed_by_forward(before, state_of(model))
-    if changed:
-        raise Unwell(
-            f"a forward changes {', '.join(changed[:_FEW])}, which a retry does not put back: keep "
-            "it in a number or a list, or write save_for_retry() and restore_for_retry(state)"
-        )
-
-
 def _on_dataset(job: Job, check: Callable[[], str]) -> str:
-    why_not = ""
     try:
         loader = capture_loader(job.parts.build_train_loader)
         if not loader.mappers or statistics_of(loader.names) is None:
             names = ", ".join(loader.names) or "without a name"
-            why_not = f"the training dataset {names} cannot be read"
+            raise ConfigError(f"the training dataset {names} cannot be read")
     except ConfigError as e:
-        why_not = str(e)
-    if why_not:
-        raise Untested(f"not tested: {why_not}")
+        raise Untested(f"not tested: {e}") from e
     return check()
 
 

@@ -181,9 +181,5 @@ def smaller(batch: Any) -> Any:
     """Shrink large images in lists of dataset dicts; return other batches as they are."""
     if not isinstance(batch, list) or not all(isinstance(d, dict) for d in batch):
         return batch
-    result = []
-    for d in batch:
-        longest = max(size_of(d))
-        factor = min(1, _LONGEST_SIDE / longest) if longest else 1
-        result.append(resize_image(d, factor) if "image" in d and factor < 1 else dict(d))
-    return result
+    factors = [_LONGEST_SIDE / max(*size_of(d), 1) for d in batch]
+    return [resize_image(d, f) if f < 1 else dict(d) for d, f in zip(batch, factors)]

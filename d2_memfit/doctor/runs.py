@@ -193,15 +193,12 @@ def _train(
                 "detectron2.engine.TrainerBase.train does"
             )
         model = compat.without_ddp(made.model)
-        buffers = {name for name, _ in model.named_buffers()}
-        tensors = {
-            f"buffer {name}" if name in buffers else name: tensor
-            for name, tensor in model.state_dict().items()
-        }
+        buffers = dict(model.named_buffers())
+        tensors = {f"buffer {k}" if k in buffers else k: t for k, t in model.state_dict().items()}
         for i, values in made.optimizer.state_dict()["state"].items():
             tensors.update({f"optimizer.{i}.{k}": torch.as_tensor(v) for k, v in values.items()})
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
-        del made, run, model, tensors
+        del made, run, model, buffers, tensors
         gc.collect()  # ends the loader's workers: a trainer and its hooks refer to each other
     return digests
 

@@ -63,9 +63,9 @@ class Run:
         self.job = job
         self.cfg = apply_techniques("config", job.cfg, job.cfg)
         self.options: dict[str, Any] = {
-            "accumulation_steps": job.geometry.accumulation_steps,
+            "accumulation_steps": job.cfg.SOLVER.ACCUMULATION_STEPS,
             "precision": job.precision(),
-            "micro_batch_size": job.geometry.micro_batch_size,
+            "micro_batch_size": job.cfg.MEMFIT.MICRO_BATCH,
             "recovery": RecoveryOptions.from_cfg(job.cfg),
             "normalizers": NormalizerOptions.from_cfg(job.cfg),
         }
@@ -237,8 +237,10 @@ def build_trainer(
     optimizer = job.parts.build_optimizer(model) if optimizer is None else optimizer
     optimizer = run.with_techniques("optimizer", optimizer)
     if data_loader is None:
-        data_loader = job.build_train_loader(run.cfg)
-        run.not_built.discard("loader")
+        workers = {"DATALOADER.NUM_WORKERS": run.cfg.DATALOADER.NUM_WORKERS}
+        is_same = run.cfg.DATALOADER.NUM_WORKERS == cfg.DATALOADER.NUM_WORKERS
+        parts = job.parts.with_cfg(run.cfg, {} if is_same else workers)
+        data_loader = run.building("loader", parts.build_train_loader)()
     else:
         run.not_built.add("config")
     own = {"loss_fn": job.parts.loss_fn, "clip_gradients": job.parts.clip_gradients()}

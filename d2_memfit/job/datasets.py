@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import mean
 from typing import Any, Optional
 
@@ -160,39 +161,37 @@ def assumed_statistics(
     # objects less than the first. For COCO this is an upper limit: 99% of its images have 33
     # objects at most, and this gives 50 there (github.com/Lextal/SotA-CV).
     numbers = [round(known.most - known.mean * math.log(i)) for i in range(1, _MOST_CROWDED + 1)]
+    labels = range(0)
     missing = (
         f"{known.most} instances at most, as {known.title} may have ({known.mean:.3g} in the mean; "
         f"{known.source})"
     )
-    statistics = Statistics(
+    if not {"annotations", "segments_info"} & crowded.keys():
+        num_all = len(MetadataCatalog.get(name).get("stuff_classes", ())) or DEFAULT_INSTANCES
+        labels = range(min(num_all, _MOST_CLASSES))
+        numbers = [len(labels)]
+        missing = (
+            f"{len(labels)} of {num_all} classes in each label image, a guess (ADE20K has "
+            f"{_MEAN_CLASSES} in the mean; arXiv:1608.05442)"
+        )
+    elif known is _UNKNOWN:
+        numbers, missing = [known.most], f"{known.most} instances at most, a guess"
+    return Statistics(
         sizes=frozenset([known.largest] if known.largest and known.has_one_size else ()),
         instances_per_image=tuple(numbers),
         most_crowded=crowded,
-        mean_instances=known.mean,
-        is_guess=known.is_guess,
+        mean_instances=_MEAN_CLASSES if labels else known.mean,
+        labels=tuple(labels),
+        is_guess=known.is_guess or bool(labels),
         missing=missing,
         largest=known.largest,
     )
-    if "annotations" not in crowded and "segments_info" not in crowded:
-        num_all = len(MetadataCatalog.get(name).get("stuff_classes", ())) or DEFAULT_INSTANCES
-        num = min(num_all, _MOST_CLASSES)
-        missing = (
-            f"{num} of {num_all} classes in each label image, a guess (ADE20K has {_MEAN_CLASSES} "
-            "in the mean; arXiv:1608.05442)"
-        )
-        statistics = replace(statistics, mean_instances=_MEAN_CLASSES, labels=tuple(range(num)))
-    elif known is _UNKNOWN:
-        num, missing = known.most, f"{known.most} instances at most, a guess"
-    else:
-        return statistics
-    return replace(statistics, instances_per_image=(num,), missing=missing, is_guess=True)
 
 
 def statistics_of(names: Sequence[str]) -> Optional[Statistics]:
     """Statistics of some datasets; None if one of them cannot be read."""
-    each = [_statistics_of_one(name) if name in DatasetCatalog else None for name in names]
-    found = [statistics for statistics in each if statistics is not None]
-    if not found or len(found) < len(each):
+    found: list[Any] = [_statistics_of_one(n) if n in DatasetCatalog else None for n in names]
+    if not found or None in found:
         return None
     numbers = sorted((num for one in found for num in one.instances_per_image), reverse=True)
     sizes = frozenset().union(*(one.sizes for one in found))
@@ -202,13 +201,8 @@ def statistics_of(names: Sequence[str]) -> Optional[Statistics]:
         mean_instances=mean(numbers),
         sizes=sizes,
         largest=max(sizes, key=math.prod),
-        is_guess=any(one.is_guess for one in found),
         lines=sum((one.lines for one in found), ()),
     )
-
-
-# Statistics by name and the function registered then: reading COCO takes 20 seconds.
-_read: dict[tuple[str, Callable[..., Any]], Statistics] = {}
 
 
 def _statistics_of_one(name: str) -> Optional[Statistics]:
@@ -216,27 +210,25 @@ def _statistics_of_one(name: str) -> Optional[Statistics]:
     json_file = metadata.get("panoptic_json", metadata.get("json_file"))
     if json_file and not is_file(json_file):  # loading could download it
         return None
-    load = DatasetCatalog[name]
     with aside():
         try:
-            if (name, load) not in _read:
-                _read[name, load] = _statistics_of_dicts(name, load())
-            return _read[name, load]
+            return _statistics_of_registered(name, DatasetCatalog[name])
         except Exception as e:  # any file, package or check of a dataset may fail
             logger.info("The dataset %s cannot be read: %s: %s", name, type(e).__name__, e)
     return None
 
 
-def _statistics_of_dicts(name: str, dicts: Sequence[dict[str, Any]]) -> Statistics:
+@cache  # reading COCO takes 20 seconds
+def _statistics_of_registered(name: str, load: Callable[[], Any]) -> Statistics:
+    dicts = load()
     nums = [num_objects_of(d) for d in dicts]
     crowded = dicts[nums.index(max(nums))]
     height, width = _size_of(crowded)
     crowded = {**crowded, "height": height, "width": width}
     numbers, lines = sorted(filter(None, nums), reverse=True) or [1], []
     labels: tuple[int, ...] = ()
-    step = 1
-    if any("height" not in d for d in dicts):  # of label images, or of segments
-        step = -(-len(dicts) // _MOST_HEADERS)
+    headers = sum("height" not in d for d in dicts)  # of label images, or of segments
+    step = max(-(-headers // _MOST_HEADERS), 1)
     if step > 1:
         lines.append(f"no image of {name} is larger than one in {step} of them")
     sizes = frozenset(_size_of(d) for d in (crowded, *dicts[::step]))

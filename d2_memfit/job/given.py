@@ -6,17 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional, Union
 
-import numpy as np
 import torch
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints, PolygonMasks, RotatedBoxes
 from torch.nn import functional as F
 
 from ..common.errors import ConfigError
 
-__all__ = ["GivenBatches", "copy_of", "is_image", "objects_in", "objects_per_image"]
-__all__ += ["padded_area", "resize_image", "resize_to", "size_of", "tensors_of", "with_objects"]
+__all__ = ["GivenBatches", "copy_of", "is_image", "objects_in", "padded_area", "resize_image"]
+__all__ += ["resize_to", "size_of", "tensors_of", "with_objects"]
 
-_LARGE_BYTES = 2**20  # larger tensors are not read by value in a dry run
+_LARGE_BYTES = 2**20
 _TARGETS = ("instances", "labels", "class_labels", "boxes")  # fields of an image's objects
 _PIXELS = (torch.uint8, torch.float32, torch.float16)  # others are labels, masks among them
 
@@ -74,11 +73,9 @@ def _take(images: Union[Sequence[Any], torch.Tensor], num: int) -> Any:
 
 
 def copy_of(data: Any) -> Any:
-    """A copy with its own tensors. Values of large images are zeros."""
+    """A copy with its own tensors. Large ones are whole, even if they are views of a batch."""
     large = [t for t in tensors_of(data) if t.nbytes >= _LARGE_BYTES]
-    copies = {id(t): torch.zeros_like(t) for t in large if is_image(t)}
-    copies |= {id(t): _copied(t) for t in large if t.dtype is torch.bool}
-    return copy.deepcopy(data, copies)
+    return copy.deepcopy(data, {id(t): t.clone() for t in large})
 
 
 def objects_in(image: Any) -> Optional[int]:
@@ -95,63 +92,20 @@ def objects_in(image: Any) -> Optional[int]:
     return len(target) if hasattr(target, "__len__") else 0
 
 
-def objects_per_image(batch: Any) -> list[int]:
-    """Numbers of objects of a batch's images; none if one has no objects as ``Instances``."""
-    images = batch if isinstance(batch, list) else []
-    found = [image.get("instances") if isinstance(image, dict) else None for image in images]
-    if not all(isinstance(instances, Instances) for instances in found):
-        return []
-    numbers = [objects_in(image) or 0 for image in images]
-    return numbers if all(numbers) else []
-
-
-def with_objects(batch: list[dict[str, Any]], num: int) -> list[dict[str, Any]]:
-    """A batch with ``num`` objects in each image: its own are repeated, or the last are left out.
-
-    Repeated masks have one pixel, so that they take little RAM.
-
-    Args:
-        batch: with objects, as :func:`objects_per_image` tells.
-    """
-    return [{**image, "instances": _with_objects(image["instances"], num)} for image in batch]
-
-
-def _with_objects(instances: Instances, num: int) -> Instances:
-    fields = {name: _repeated(value, num) for name, value in instances.get_fields().items()}
-    return Instances(instances.image_size, **fields)
-
-
-def _repeated(field: Any, num: int) -> Any:
-    """A field of ``Instances`` for ``num`` objects."""
-    if isinstance(field, BitMasks):
-        return BitMasks(_repeated(field.tensor, num))
-    if isinstance(field, torch.Tensor) and field.dim() > 2:  # masks
-        masks = _zeros_like(field[:1].expand(num, *field.shape[1:]))
-        masks[: len(field)] = field[:num]
-        masks[len(field) :, 0, 0] = 1
-        return masks
-    index = [i % len(field) for i in range(num)]
-    return [field[i] for i in index] if isinstance(field, list) else field[torch.tensor(index)]
+def with_objects(image: dict[str, Any], num: int) -> dict[str, Any]:
+    """An image with ``num`` objects: its own are repeated, or the last are left out."""
+    instances: Instances = image["instances"]
+    fields: dict[str, Any] = {}
+    index = [i % len(instances) for i in range(num)]
+    for name, field in instances.get_fields().items():
+        is_list = isinstance(field, list)
+        fields[name] = [field[i] for i in index] if is_list else field[torch.tensor(index)]
+    return {**image, "instances": Instances(instances.image_size, **fields)}
 
 
 def is_image(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds pixels or other measurements, whose values do not matter."""
     return tensor.dtype in _PIXELS
-
-
-def _copied(masks: torch.Tensor) -> torch.Tensor:
-    """Copy masks. Rows without an object are never written to, so they take no RAM."""
-    rows = masks.flatten(0, -2)
-    there = rows.view(torch.uint8).amax(dim=-1).bool()  # as any(), in a quarter of the time
-    result = _zeros_like(rows)
-    result[there] = rows[there]
-    return result.view(masks.shape)
-
-
-def _zeros_like(masks: torch.Tensor) -> torch.Tensor:
-    """Zeros that take no RAM until they are written to; PyTorch writes its own."""
-    zeros = torch.from_numpy(np.zeros(masks.nbytes, np.uint8)).to(masks.device)
-    return zeros.view(masks.dtype).view(masks.shape)
 
 
 def tensors_of(data: Any) -> list[torch.Tensor]:
@@ -173,14 +127,12 @@ def tensors_of(data: Any) -> list[torch.Tensor]:
 
 def size_of(data: Any) -> tuple[int, int]:
     """Height and width, in pixels, to which a batch's images are padded; 0 if there are none."""
-    if isinstance(data, dict):
-        shape = tuple(getattr(data.get("image"), "shape", ()))
-        return (shape[-2], shape[-1]) if len(shape) > 1 else (0, 0)
     if isinstance(data, (list, tuple)):
         sizes = [size_of(item) for item in data]
         return max((s[0] for s in sizes), default=0), max((s[1] for s in sizes), default=0)
-    shape = tuple(getattr(data, "shape", ()))
-    return (shape[-2], shape[-1]) if len(shape) > 2 else (0, 0)
+    image, least = (data.get("image"), 2) if isinstance(data, dict) else (data, 3)
+    shape = tuple(getattr(image, "shape", ()))
+    return (shape[-2], shape[-1]) if len(shape) >= least else (0, 0)
 
 
 def padded_area(size: tuple[int, int]) -> int:
@@ -205,9 +157,10 @@ def resize_to(image: dict[str, Any], size: tuple[int, int]) -> dict[str, Any]:
         dict: a new one. The given one does not change.
     """
     resized = {**image, "image": _resize_pixels(image["image"], size, "bilinear")}
-    for key in ("instances", "proposals"):
-        if key in image:
-            resized[key] = _resize_instances(image[key], size)
+    for key in {"instances", "proposals"} & image.keys():
+        own = image[key]
+        fields = {k: _resize_field(f, own.image_size, size) for k, f in own.get_fields().items()}
+        resized[key] = Instances(size, **fields)
     if "sem_seg" in image:
         resized["sem_seg"] = _resize_pixels(image["sem_seg"], size, "nearest")
     return resized
@@ -225,26 +178,16 @@ def _resize_pixels(pixels: torch.Tensor, size: tuple[int, int], mode: str) -> to
     return result.reshape(*pixels.shape[:-2], *size).to(pixels.dtype)
 
 
-def _resize_instances(instances: Instances, size: tuple[int, int]) -> Instances:
-    height, width = instances.image_size
-    scale = (size[1] / width, size[0] / height)
-    fields = {name: _resize_field(f, *scale, size) for name, f in instances.get_fields().items()}
-    for name, field in fields.items():  # masks without a class of their own, as Mask2Former's
-        if isinstance(field, torch.Tensor) and field.shape[-2:] == (height, width):
-            fields[name] = _resize_pixels(field, size, "nearest")
-    return Instances(size, **fields)
-
-
-def _resize_field(field: Any, scale_x: float, scale_y: float, size: tuple[int, int]) -> Any:
+def _resize_field(field: Any, before: tuple[int, int], size: tuple[int, int]) -> Any:
+    height, width = before
+    scale_x, scale_y = size[1] / width, size[0] / height
     if isinstance(field, (Boxes, RotatedBoxes)):
         field = field.clone()
         field.scale(scale_x, scale_y)
         return field
     if isinstance(field, Keypoints):
-        tensor = field.tensor.clone()  # (N, K, 3): x, y, visibility
-        tensor[..., 0] *= scale_x
-        tensor[..., 1] *= scale_y
-        return Keypoints(tensor)
+        # (N, K, 3): x, y, visibility
+        return Keypoints(field.tensor * field.tensor.new_tensor([scale_x, scale_y, 1]))
     if isinstance(field, PolygonMasks):
         xy = (scale_x, scale_y)
         return PolygonMasks(
@@ -252,4 +195,7 @@ def _resize_field(field: Any, scale_x: float, scale_y: float, size: tuple[int, i
         )
     if isinstance(field, BitMasks):
         return BitMasks(_resize_pixels(field.tensor, size, "nearest"))
+    # Masks without a class of their own, as Mask2Former's.
+    if isinstance(field, torch.Tensor) and field.shape[-2:] == (height, width):
+        return _resize_pixels(field, size, "nearest")
     return field  # classes, scores: nothing with pixels

@@ -5,8 +5,6 @@ import copy
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Optional, Union
 
@@ -23,45 +21,12 @@ from ..config.load import get_cfg, merge_memfit, with_settings
 from ..config.settings import Precision, checked_cfg
 from ..techniques.registry import apply_techniques
 from .given import GivenBatches
-from .loader import checked_loader
 from .parts import GivenParts, LazyParts, LossFn, Parts, TrainerParts
-from .worst_batch import MappedBatches, WorstCase
+from .worst_batch import MappedBatches
 
 __all__ = ["Batches", "Job"]
 
 Batches = Union[GivenBatches, MappedBatches]
-
-
-@dataclass(frozen=True)
-class BatchGeometry:
-    """Numbers of images in one iteration.
-
-    Attributes:
-        ranks: processes that train together.
-        images_per_batch: images in a batch of one rank's loader, SOLVER.IMS_PER_BATCH / ranks.
-        accumulation_steps: batches of the loader per optimizer step.
-        micro_batch_size: images in one forward on each rank; None for the loader's batch.
-    """
-
-    ranks: int
-    images_per_batch: int
-    accumulation_steps: int = 1
-    micro_batch_size: Optional[int] = None
-
-    @property
-    def window(self) -> int:
-        """Images of one rank per optimizer step."""
-        return self.images_per_batch * self.accumulation_steps
-
-    @property
-    def largest_micro_batch(self) -> int:
-        return min(self.micro_batch_size or self.images_per_batch, self.window)
-
-    @property
-    def crosses_batches(self) -> bool:
-        """Whether a micro-batch can mix images of several of the loader's batches."""
-        size = self.micro_batch_size or self.images_per_batch
-        return self.accumulation_steps > 1 and self.images_per_batch % size > 0
 
 
 class Job:
@@ -127,8 +92,7 @@ class Job:
     ) -> None:
         ranks = comm.get_world_size() if ranks is None else ranks
         cfg = get_cfg()
-        is_number = isinstance(images_per_batch, int) and images_per_batch > 0
-        cfg.SOLVER.IMS_PER_BATCH = images_per_batch * (ranks if is_number else 1)
+        cfg.SOLVER.IMS_PER_BATCH = images_per_batch * ranks
         cfg.SOLVER.ACCUMULATION_STEPS = accumulation_steps
         cfg.SOLVER.MAX_ITER = max_iter
         cfg.SOLVER.AMP.ENABLED = amp_dtype is not None
@@ -147,10 +111,9 @@ class Job:
         Args:
             ranks: processes that train together; None for those of this run.
             batch: the largest batch of the job: ``batch=`` images, see
-                :class:`~d2_memfit.job.given.GivenBatches`, or sizes as a :class:`WorstCase`. Or
-                values in place of the datasets': ``image_size=`` (height, width) of the largest
-                image file, ``num_instances=`` of the most crowded image, ``mean_instances=`` of
-                all images.
+                :class:`~d2_memfit.job.given.GivenBatches`. Or values in place of the datasets':
+                ``image_size=`` (height, width) of the largest image file, ``num_instances=`` of the
+                most crowded image, ``mean_instances=`` of all images.
         """
         return cls.from_trainer(DefaultTrainer, cfg, ranks, **batch)
 
@@ -164,9 +127,7 @@ class Job:
             trainer: ``DefaultTrainer``, or a class with such class methods.
             cfg, ranks, batch: as for :meth:`from_cfg`.
         """
-        job = cls.__new__(cls)
-        job._describe(TrainerParts(cfg, trainer), cfg, ranks, **batch)
-        return job
+        return cls.__new__(cls)._describe(TrainerParts(cfg, trainer), cfg, ranks, **batch)
 
     @classmethod
     def from_lazy(cls, cfg: DictConfig, ranks: Optional[int] = None, **batch: Any) -> "Job":
@@ -176,9 +137,7 @@ class Job:
             cfg: with the nodes model, optimizer, dataloader and train.
             ranks, batch: as for :meth:`from_cfg`.
         """
-        job = cls.__new__(cls)
-        job._describe(LazyParts(copy.deepcopy(cfg)), cfg_of_lazy(cfg), ranks, **batch)
-        return job
+        return cls.__new__(cls)._describe(LazyParts(cfg), cfg_of_lazy(cfg), ranks, **batch)
 
     @classmethod
     def from_any(
@@ -200,11 +159,12 @@ class Job:
             return cls.from_lazy(config, ranks, **batch)
         return cls.from_trainer(trainer or DefaultTrainer, config, ranks, **batch)
 
-    def _describe(self, parts: Parts, cfg: CfgNode, ranks: Optional[int], **given: Any) -> None:
+    def _describe(self, parts: Parts, cfg: CfgNode, ranks: Optional[int], **given: Any) -> "Job":
         self.ranks = comm.get_world_size() if ranks is None else ranks
         self.cfg = checked_cfg(cfg, self.ranks)
         self.parts = parts.with_cfg(self.cfg, {})
         self._given = given
+        return self
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Job":
         """The same job with other values for some config keys.
@@ -215,17 +175,24 @@ class Job:
         job = copy.copy(self)
         job.cfg = with_settings(self.cfg, settings)
         job.parts = self.parts.with_cfg(job.cfg, settings)
-        same_mapper = all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings)
-        if not same_mapper or job.geometry.crosses_batches != self.geometry.crosses_batches:
-            vars(job).pop("batches", None)
+        if not all(key.startswith(("MEMFIT.", "SOLVER.")) for key in settings):
+            vars(job).pop("batches", None)  # the mapper may be another
         return job
 
     @property
-    def geometry(self) -> BatchGeometry:
-        """Numbers of images in an iteration."""
-        cfg, per_batch = self.cfg, self.cfg.SOLVER.IMS_PER_BATCH // self.ranks
-        steps, images = cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH
-        return BatchGeometry(self.ranks, per_batch, steps, images)
+    def images_per_batch(self) -> int:
+        """Images in a batch of one rank's loader."""
+        return self.cfg.SOLVER.IMS_PER_BATCH // self.ranks
+
+    @property
+    def window(self) -> int:
+        """Images of one rank per optimizer step."""
+        return self.images_per_batch * self.cfg.SOLVER.ACCUMULATION_STEPS
+
+    @property
+    def largest_micro_batch(self) -> int:
+        """The most images in one forward on each rank."""
+        return min(self.cfg.MEMFIT.MICRO_BATCH or self.images_per_batch, self.window)
 
     @property
     def budget_gb(self) -> Optional[float]:
@@ -248,53 +215,27 @@ class Job:
         """Whether the model begins with trained weights, or may: a job of pieces loads its own."""
         return bool(self.cfg.MODEL.WEIGHTS) or isinstance(self.parts, GivenParts)
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether there is a dataset to evaluate on."""
-        return len(self.cfg.DATASETS.TEST) > 0
-
     def precision(self, device: Optional[str] = None) -> Precision:
         """Number formats on MODEL.DEVICE or another device."""
         return Precision.from_cfg(self.cfg, device)
 
-    def build_model(self, device: Optional[str] = None, announce: bool = True) -> nn.Module:
-        """Build the model with its techniques, on MODEL.DEVICE or another device.
-
-        Args:
-            announce: whether to log which techniques are on.
-        """
-        with nullcontext() if announce else no_information():
+    def build_model(self, device: Optional[str] = None) -> nn.Module:
+        """Build the model with its techniques, on MODEL.DEVICE or another device."""
+        with no_information():
             model = self.parts.build_model(self.cfg.MODEL.DEVICE if device is None else device)
-        return apply_techniques("model", model, self.cfg, announce)
+        return apply_techniques("model", model, self.cfg, announce=False)
 
-    def build_optimizer(self, model: nn.Module, announce: bool = True) -> Optimizer:
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
         """Build the optimizer with its techniques; ZeRO needs all ranks."""
         optimizer = self.parts.build_optimizer(model)
-        return apply_techniques("optimizer", optimizer, self.cfg, announce)
-
-    def build_train_loader(self, cfg: Optional[CfgNode] = None) -> Any:
-        """Build the loader, with its checks and techniques.
-
-        Args:
-            cfg: the job's config with its techniques for "config" applied; None applies them.
-        """
-        says_all = isinstance(self.parts, TrainerParts)  # a LazyConfig gives keys of training only
-        if cfg is None:
-            cfg = apply_techniques("config", self.cfg, self.cfg, announce=False)
-        workers = {"DATALOADER.NUM_WORKERS": cfg.DATALOADER.NUM_WORKERS}
-        is_same = cfg.DATALOADER.NUM_WORKERS == self.cfg.DATALOADER.NUM_WORKERS
-        parts = self.parts.with_cfg(cfg, {} if is_same else workers)
-        build = checked_loader(parts.build_train_loader, cfg, says_all)
-        return apply_techniques("loader", build, cfg)()
+        return apply_techniques("optimizer", optimizer, self.cfg, announce=False)
 
     @cached_property
     def batches(self) -> Batches:
         """The maker of the largest batches, from the given batch or with the job's own mapper."""
         given = {key: value for key, value in self._given.items() if value is not None}
         batch = given.pop("batch", None)
-        if isinstance(batch, WorstCase):
-            given.update(vars(batch), is_resized=True)
-        elif batch is not None:
+        if batch is not None:
             return GivenBatches(batch)
         return MappedBatches(
             self.parts.build_train_loader,
@@ -313,9 +254,7 @@ class Job:
         Args:
             batches: those to take it from, in place of the job's.
         """
-        num_images = self.geometry.largest_micro_batch if num_images is None else num_images
-        return (batches or self.batches).training(num_images, self.geometry.crosses_batches)
-
-    def evaluation_batch(self) -> Any:
-        """The largest batch in evaluation."""
-        return self.batches.evaluation()
+        num_images = self.largest_micro_batch if num_images is None else num_images
+        accumulates = self.window > self.images_per_batch
+        crosses_batches = accumulates and self.images_per_batch % self.largest_micro_batch > 0
+        return (batches or self.batches).training(num_images, crosses_batches)

@@ -3,15 +3,17 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Callable, Optional
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from typing import Any, Callable
 
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog, common
 from detectron2.utils import comm
 
+from ..common.compat import map_datasets
 from ..common.errors import DataError
-from ..common.patching import modules_with, replaced_functions
+from ..common.patching import Group, replaced_functions
 from ..data.faults import check, kinds_of, look_at_annotations, look_at_images, warnings_about
 from ..memory import is_loader_out_of_memory
 from ..techniques.host import SharedList
@@ -21,9 +23,7 @@ __all__ = ["checked_loader", "checked_test_loaders"]
 logger = logging.getLogger(__name__)
 
 
-def checked_loader(
-    build_loader: Callable[..., Any], cfg: CfgNode, says_all: bool = True
-) -> Callable[..., Any]:
+def checked_loader(build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[..., Any]:
     """Wrap a function that builds a training loader, so that the dataset is checked first.
 
     Oddities of the dataset dicts are logged. An image that cannot be loaded is named in the error.
@@ -31,21 +31,16 @@ def checked_loader(
 
     Args:
         build_loader: gets all arguments.
-        says_all: whether the config describes datasets, model and loader, too.
+        cfg: says what is checked in addition to boxes, if it names datasets. That of a LazyConfig
+            or of pieces does not.
 
     Raises:
         DataError: in the call, or while the loader is iterated.
     """
-
-    def build_checked_loader(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(lambda dicts: _check_dicts(dicts, cfg, says_all), cfg):
-            return build_loader(*args, **kwargs)
-
-    return build_checked_loader
+    return _checking(partial(_check_dicts, cfg=cfg), cfg)(build_loader)
 
 
-@contextmanager
-def checked_test_loaders(cfg: CfgNode) -> Iterator[None]:
+def checked_test_loaders(cfg: CfgNode) -> AbstractContextManager[None]:
     """While open, Detectron2's test loaders name an image that cannot be loaded.
 
     They refuse polygons that cannot be drawn, warn of a dataset without annotations, and share it
@@ -54,55 +49,51 @@ def checked_test_loaders(cfg: CfgNode) -> Iterator[None]:
     Raises:
         DataError: when a loader is built or iterated.
     """
-    with _replaced(lambda dicts: _check_test_dicts(dicts, cfg), cfg):
-        yield
+    return _checking(partial(_check_test_dicts, cfg=cfg), cfg)
 
 
 @contextmanager
-def _replaced(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[None]:
+def _checking(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[None]:
     """While open, Detectron2's ``DatasetFromList`` checks, and its ``MapDataset`` names images.
 
-    The first also shares its items with other processes, if MEMFIT.HOST.SHARED_DATASET. This holds
-    in all modules that import them: Detectron2's loaders take no other classes.
+    The first also shares its items with other processes, if MEMFIT.HOST.SHARED_DATASET.
     """
-    is_shared = cfg.MEMFIT.HOST.SHARED_DATASET
 
-    def checking(original: Callable[..., Any]) -> Callable[..., Any]:
-        def dataset_from_list(items: Any, *args: Any, **kwargs: Any) -> Any:
+    def checking(init: Callable[..., None]) -> Callable[..., None]:
+        def checking_init(self: Any, items: Any, *args: Any, **kwargs: Any) -> None:
             first = items[0] if isinstance(items, list) and items else None
             if isinstance(first, Mapping) and "annotations" in first:
                 check(items)
-            return SharedList(items) if is_shared else original(items, *args, **kwargs)
+            if cfg.MEMFIT.HOST.SHARED_DATASET:
+                init(self, SharedList(items), copy=False, serialize=False)
+            else:
+                init(self, items, *args, **kwargs)
 
-        return dataset_from_list
+        return checking_init
 
-    def naming(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda dataset, function: original(dataset, _NamesImage(function))
+    def naming(init: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, dataset, function: init(self, dataset, _naming_images(function))
 
-    groups = [
-        ([m for m, value in modules_with(name) if value is cls and m is not common], {name: new})
-        for name, cls, new in (
-            ("DatasetFromList", common.DatasetFromList, checking),
-            ("MapDataset", common.MapDataset, naming),
-        )
+    groups: list[Group] = [
+        ([common.DatasetFromList], {"__init__": checking}),
+        (map_datasets, {"__init__": naming}),
     ]
     with replaced_functions(*groups):
         yield
 
 
-def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode, says_all: bool) -> None:
+def _check_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
     """Raise an error on each rank; look at images, and warn, on rank 0."""
-    summary = look_at_annotations(dicts)
-    check(summary, kinds_of(cfg) if says_all else {"box"})
+    summary, names = look_at_annotations(dicts), cfg.DATASETS.TRAIN
+    check(summary, kinds_of(cfg) if names else {"box"})
     if not comm.is_main_process():
         return
     named = [d for d in dicts if isinstance(d.get("file_name"), str)]
     look_at_images(summary, named)
     if not summary.num_opened:  # the names are not files; only the mapper can read them
         summary.cases.pop("missing", None)
-    names = list(cfg.DATASETS.TRAIN) if says_all else []
     class_names = MetadataCatalog.get(names[0]).get("thing_classes") if names else None
-    for warning in warnings_about(cfg if says_all else None, summary, class_names):
+    for warning in warnings_about(cfg if names else None, summary, class_names):
         logger.warning(warning)
 
 
@@ -117,17 +108,14 @@ def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
         check(look_at_annotations(dicts), {"mask"})
 
 
-class _NamesImage:
+def _naming_images(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A mapper whose errors name the image."""
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
-
-    def __call__(self, item: Any) -> Any:
-        fields = item if isinstance(item, Mapping) else {}
-        name: Optional[str] = fields.get("file_name")
+    @wraps(function)
+    def map_item(item: Any) -> Any:
+        name = item.get("file_name") if isinstance(item, Mapping) else None
         try:
-            return self._function(item)
+            return function(item)
         except Exception as e:
             if name is None or isinstance(e, DataError) or is_loader_out_of_memory(e):
                 raise
@@ -137,7 +125,4 @@ class _NamesImage:
                 "entry out of the dataset"
             ) from e
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_function":  # during unpickling
-            raise AttributeError
-        return getattr(self._function, name)
+    return map_item

@@ -20,6 +20,7 @@ from detectron2.structures import BoxMode
 from numpy.lib.stride_tricks import as_strided
 from PIL import Image
 
+from ..common.compat import map_datasets
 from ..common.patching import Group, modules_with, replaced_functions
 from ..common.side_work import aside
 from .datasets import Size, boxes_anywhere, dict_of, invented_dict, num_objects_of, statistics_of
@@ -71,38 +72,30 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
         return noting_init
 
     def get_one_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-        is_inner = False
-
         def get(self: Any, name: str) -> list[dict[str, Any]]:
-            nonlocal is_inner
-            if is_inner:  # another dataset is made of it
-                return original(self, name)
             captured.names.append(name)
-            is_inner = True
-            try:
-                statistics = statistics_of([name])
-            finally:
-                is_inner = False
+            with replaced_functions(([type(self)], {"get": lambda _: original})):
+                statistics = statistics_of([name])  # which may be made of another dataset
             if statistics is None:
                 return [invented_dict((480, 640), 2, name, with_labels)] * _NUM_DICTS
             d = statistics.most_crowded
-            num = None if num_objects_of(d) else 1  # loaders leave out what has none
+            num = num_objects_of(d) or 1  # loaders leave out what has none
             return [dict_of(d, (d["height"], d["width"]), num)] * _NUM_DICTS
 
         return get
 
+    proposals = {
+        "proposal_boxes": boxes_anywhere(_NUM_PROPOSALS, (32, 32), seed=1),  # in any image
+        "proposal_objectness_logits": np.zeros(_NUM_PROPOSALS),
+        "proposal_bbox_mode": BoxMode.XYXY_ABS,
+    }
+
     def add_proposals(_: Callable[..., Any]) -> Callable[..., Any]:
-        proposals = {
-            "proposal_boxes": boxes_anywhere(_NUM_PROPOSALS, (32, 32), seed=1),  # in any image
-            "proposal_objectness_logits": np.zeros(_NUM_PROPOSALS),
-            "proposal_bbox_mode": BoxMode.XYXY_ABS,
-        }
         return lambda dicts, file: [{**d, **proposals} for d in dicts]
 
-    maps = [getattr(common, n) for n in ("MapDataset", "_MapIterableDataset") if hasattr(common, n)]
     # A loader has its mapper, and the names of its datasets, only while it is made.
     groups: list[Group] = [
-        (maps, {"__init__": note_mapper}),
+        (map_datasets, {"__init__": note_mapper}),
         ([type(DatasetCatalog)], {"get": get_one_dict}),
         ([build], {"load_proposals_into_dataset": add_proposals}),
     ]
@@ -112,33 +105,32 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
     return captured
 
 
+@dataclass
 class EmptyFiles:
     """Image files without pixels, in memory until a mapper reads them with another function.
 
-    Args:
+    Attributes:
         labels: values of label images.
         folder: for the files.
-
-    Attributes:
+        images: their pixels, by path.
+        exist: whether they are on the disk.
         resizes: the largest lengths of the shorter side, and the limits of the longer side, that
             ``ResizeShortestEdge`` had.
     """
 
-    def __init__(self, labels: Sequence[int], folder: str) -> None:
-        self._labels = labels
-        self._folder = folder
-        self._images: dict[str, Any] = {}
-        self._exist = False
-        self.resizes: set[Size] = set()
+    labels: Sequence[int]
+    folder: str
+    images: dict[str, Any] = field(default_factory=dict)
+    exist: bool = False
+    resizes: set[Size] = field(default_factory=set)
 
     def run(self, map_func: Callable[..., Any], d: dict[str, Any], seed: int) -> Any:
         """The result of a mapper for a dict, with the random numbers of a seed."""
-        if not self._exist:
+        if not self.exist:
             with suppress(Exception):
-                data = map_func(self._named(d, seed))
-                if data is not None:
+                if (data := map_func(self._named(d, seed))) is not None:
                     return data
-            self._exist = True  # the mapper may read them with a function of its own
+            self.exist = True  # the mapper may read them with a function of its own
         return map_func(self._named(d, seed))
 
     def _named(self, d: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -150,23 +142,17 @@ class EmptyFiles:
         colors = [[s["id"] // 256**n % 256 for n in range(3)] for s in d.get("segments_info", ())]
         for key in {"file_name", "sem_seg_file_name", "pan_seg_file_name"} & d.keys():
             name = f"{key}_{d['height']}x{d['width']}_{len(colors)}.png"
-            d[key] = path = os.path.join(self._folder, name)
-            if path not in self._images and key == "file_name":
-                self._images[path] = _empty((d["height"], d["width"], 3))
-            elif path not in self._images:
-                values = self._labels if key == "sem_seg_file_name" else colors or [[0, 0, 0]]
-                self._images[path] = tiles((d["height"], d["width"]), values)
-            if self._exist and not os.path.exists(path):
-                pixels = np.ascontiguousarray(self._images[path])
+            d[key] = path = os.path.join(self.folder, name)
+            if path not in self.images:
+                values = self.labels if key == "sem_seg_file_name" else colors or [[0, 0, 0]]
+                size = d["height"], d["width"]
+                self.images[path] = (
+                    _empty((*size, 3)) if key == "file_name" else tiles(size, values)
+                )
+            if self.exist and not os.path.exists(path):
+                pixels = np.ascontiguousarray(self.images[path])
                 Image.fromarray(pixels).save(path, compress_level=1)
         return d
-
-    def read(self, name: str, format: Optional[str]) -> Optional[Any]:
-        """An image, like Detectron2's ``read_image``; None for another file."""
-        image = self._images.get(name)
-        if image is None or format != "L":
-            return image
-        return image[..., None] if image.ndim == 2 else image[..., :1]
 
 
 def _empty(shape: tuple[int, ...], dtype: Any = np.uint8) -> Any:
@@ -208,8 +194,10 @@ def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
 
     def read_empty(original: Callable[..., Any]) -> Callable[..., Any]:
         def read_image(file_name: str, format: Optional[str] = None) -> Any:
-            image = files.read(file_name, format)
-            return original(file_name, format) if image is None else image
+            image = files.images.get(file_name)
+            if image is None:
+                return original(file_name, format)
+            return image.reshape(*image.shape[:2], -1)[..., :1] if format == "L" else image
 
         return read_image
 

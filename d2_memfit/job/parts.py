@@ -173,10 +173,7 @@ class LazyParts(_Parts):
         return partial(nn.utils.clip_grad_norm_, **clip.params)
 
     def with_cfg(self, cfg: CfgNode, settings: Mapping[str, Any]) -> "LazyParts":
-        places = overrides_of(settings)
-        if not any(place.startswith("dataloader.") for place in places):
-            return self  # they do not concern what it instantiates
-        return LazyParts(with_overrides(self.cfg, places))
+        return LazyParts(with_overrides(self.cfg, overrides_of(settings)))
 
 
 @dataclass(frozen=True)
@@ -210,9 +207,6 @@ class GivenParts(_Parts):
 
     def test_loaders(self) -> list[Callable[[], Any]]:
         return [] if self.test_loader is None else [self.test_loader]
-
-    def test(self, model: nn.Module) -> Any:
-        raise ConfigError("this Job was made from pieces, and has no test()")
 
     def with_cfg(self, cfg: CfgNode, settings: Mapping[str, Any]) -> "GivenParts":
         if cfg.MEMFIT.HOST.BUDGET_GB is not None:

@@ -8,7 +8,7 @@ the largest of 200 draws counts.
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any, Optional
@@ -20,7 +20,7 @@ from .datasets import ANY_SIZE, Size, Statistics, assumed_statistics, num_object
 from .given import copy_of, objects_in, padded_area, resize_to, size_of
 from .mapper import CapturedLoader, EmptyFiles, capture_loader, empty_files, resized
 
-__all__ = ["EXTREME_SIZES", "TYPICAL_SIZE", "MappedBatches", "WorstCase"]
+__all__ = ["EXTREME_SIZES", "TYPICAL_SIZE", "MappedBatches"]
 
 # Of photographs. Cameras and COCO have 3 to 4 mostly. Tiles are square, and Cityscapes has 1 to 2.
 # One of these has the fewest pixels after a resize: which, depends on its limit of the longer side.
@@ -30,19 +30,6 @@ _ASPECTS = (1, 1.1, 1.2, 4 / 3, 3 / 2, 5 / 3, 2)  # crops and limits of the long
 _DRAWS = 200  # of a mapper that draws the sizes of images
 _CROWDED_DRAWS = 4  # of an image that lost objects
 _TRIES = 20  # for a mapper that may drop an image
-
-
-@dataclass(frozen=True)
-class WorstCase:
-    """The largest images as the model gets them.
-
-    Attributes:
-        image_size: height and width in pixels.
-        num_instances: annotated objects in each image.
-    """
-
-    image_size: Size
-    num_instances: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,6 @@ class MappedBatches:
         with_labels: whether the model needs label images, if a missing dataset has no metadata.
         image_size, instances: values in place of the datasets'.
         mean_instances: mean number of objects in an image, for datasets that cannot be read.
-        is_resized: whether ``image_size`` is that of the model's images, not of the files.
         what: "training" or "evaluation".
 
     Attributes:
@@ -103,11 +89,8 @@ class MappedBatches:
     image_size: Optional[Size] = None
     instances: Optional[int] = None
     mean_instances: Optional[float] = None
-    is_resized: bool = False
     what: str = "training"
-
-    def __post_init__(self) -> None:
-        self._images: dict[_Draw, Any] = {}
+    _images: dict[_Draw, Any] = field(default_factory=dict, init=False)
 
     @property
     def num_instances(self) -> int:
@@ -173,11 +156,10 @@ class MappedBatches:
         """
         groups = [self._draws]
         if self.groups_by_aspect and not crosses_batches:
-            found = ([d for d in self._draws if _is_wide(d.original) == w] for w in (True, False))
-            groups = [group for group in found if group]
+            groups = [[d for d in self._draws if _is_wide(d.original) == w] for w in (True, False)]
         pairs = [
             [max(group, key=lambda d: d.size), max(group, key=lambda d: d.size[::-1])]
-            for group in groups
+            for group in filter(None, groups)
         ]
         chosen = max(pairs, key=lambda p: padded_area((p[0].size[0], p[1].size[1])))
         if num_images == 1:
@@ -223,13 +205,8 @@ class MappedBatches:
     @cached_property
     def _draws(self) -> list[_Draw]:
         """Images of which the largest batches are made."""
-        draws: list[_Draw] = []
         with empty_files(self._statistics.labels) as files:
-            for map_func in self._loader.mappers:
-                draws += self._draw_sizes(map_func, files)
-        if self.image_size is not None and self.is_resized:
-            draws = [replace(draw, size=self.image_size) for draw in draws]
-        return draws
+            return [d for mapper in self._loader.mappers for d in self._draw_sizes(mapper, files)]
 
     def _draw_sizes(self, map_func: Callable[..., Any], files: EmptyFiles) -> list[_Draw]:
         crowded, seeds = self._statistics.most_crowded, count()

@@ -10,6 +10,7 @@ from typing import Any, Optional, Union
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.structures import Instances
 from omegaconf import DictConfig
 
 from ..common import GB
@@ -18,7 +19,7 @@ from ..job import (
     EXTREME_SIZES,
     TYPICAL_SIZE,
     Job,
-    objects_per_image,
+    objects_in,
     padded_area,
     size_of,
     with_objects,
@@ -198,13 +199,12 @@ class DryJob(DryRuns):
         on a line in objects, and more images need as much more. None if the images have no objects.
         At most ``MOST_OBJECTS``.
         """
-        batch = self.job.training_batch(1)
-        numbers = objects_per_image(batch)
-        if not numbers:
+        (image, *_), n = self.job.training_batch(1), self.num_images
+        own = objects_in(image)
+        if not own or not isinstance(image.get("instances"), Instances):
             return None
-        own, n = max(numbers), self.num_images
-        is_part = n < self.job.geometry.window
-        more = (self._step(1, is_part, with_objects(batch, k * own)) for k in (2, 4))
+        is_part = n < self.job.window
+        more = (self._step(1, is_part, [with_objects(image, k * own)]) for k in (2, 4))
         twice, four_times = map(self._places_in, more)
         run = self.runs.get((n, is_part))
         places = self._places_in(run) if run else self._places_of(n)
@@ -226,7 +226,7 @@ class DryJob(DryRuns):
         """
         use, *of_evaluation = [*self.uses()]
         total, offloaded = self.total_bytes(), self._offloaded_bytes()
-        geometry, batches, evaluation = self.job.geometry, self.job.batches, self.evaluation
+        job, batches, evaluation = self.job, self.job.batches, self.evaluation
         assumed = *batches.assumptions, *(batches.evaluation_assumptions if self.evaluates else ())
         notes = [note for run in [*self.runs.values(), evaluation] if run for note in run.notes]
         host = loader_bytes(self.job.cfg, self.job.ranks) + offloaded
@@ -236,10 +236,10 @@ class DryJob(DryRuns):
         return MemoryEstimate(
             device=self.device.description,
             from_run=self.device.from_run,
-            num_gpus=geometry.ranks,
-            images_per_gpu=geometry.images_per_batch,
-            micro_batch_size=geometry.largest_micro_batch,
-            accumulation_steps=geometry.accumulation_steps,
+            num_gpus=job.ranks,
+            images_per_gpu=job.images_per_batch,
+            micro_batch_size=job.largest_micro_batch,
+            accumulation_steps=job.cfg.SOLVER.ACCUMULATION_STEPS,
             image_size=size_of(self.job.training_batch()),
             num_instances=batches.num_instances,
             assumptions=tuple(dict.fromkeys([*assumed, *self.notes])),

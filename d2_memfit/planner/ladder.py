@@ -197,7 +197,7 @@ class Ladder:
 
     def _most_images(self, rung: Rung) -> Optional[int]:
         """The largest micro-batch that fits; None if none does."""
-        window, most = self._start.job.geometry.window, self._start.num_images
+        window, most = self._start.job.window, self._start.num_images
         # The smallest for each number of micro-batches in an iteration.
         smallest = (-(-window // number) for number in range(1, window + 1))
         sizes = {min(max(size, self._least), most) for size in smallest}

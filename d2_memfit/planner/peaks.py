@@ -54,7 +54,7 @@ class DryRuns:
         if run is not None:
             device = as_in_run(device, job, run)
         self.job, self.device = job, device
-        self.evaluates = evaluates and job.evaluates
+        self.evaluates = evaluates and bool(job.cfg.DATASETS.TEST)
         self.progress, self._like = progress, like
         self.runs: dict[tuple[int, bool], Timeline] = {}
         self._known: dict[Any, Any] = {}  # what is computed from them
@@ -65,7 +65,7 @@ class DryRuns:
     @property
     def num_images(self) -> int:
         """Images in the largest micro-batch."""
-        return self.job.geometry.largest_micro_batch
+        return self.job.largest_micro_batch
 
     @cached_property
     def session(self) -> Session:
@@ -92,7 +92,7 @@ class DryRuns:
     def whole(self, num_images: Optional[int] = None) -> Timeline:
         """The dry run of a micro-batch with as many images, the largest by default."""
         n = self.num_images if num_images is None else num_images
-        return self.run(n, n < self.job.geometry.window)
+        return self.run(n, n < self.job.window)
 
     @cached_property
     def evaluation(self) -> Optional[Timeline]:
@@ -103,7 +103,7 @@ class DryRuns:
             return self._like.evaluation
         self.progress("Dry run: evaluation")
         with one_line_errors(lambda: self.job.batches.evaluation_assumptions, in_evaluation=True):
-            return self.session.evaluate(self.job.evaluation_batch())
+            return self.session.evaluate(self.job.batches.evaluation())
 
     def use(self, num_images: Optional[int] = None) -> DeviceUse:
         """Device memory of training with some images in a micro-batch, the largest by default.
@@ -112,7 +112,7 @@ class DryRuns:
         on lines through the runs of 2 and of 3.
         """
         n = self.num_images if num_images is None else num_images
-        was_run = (n, n < self.job.geometry.window) in self.runs
+        was_run = (n, n < self.job.window) in self.runs
         return self._use(self.whole(n)) if n <= FEW or was_run else self.expected_use(n)
 
     def _use(self, timeline: Timeline) -> DeviceUse:
@@ -154,7 +154,7 @@ class DryRuns:
         for at, last in three.items():
             before, more = two.get(at, last), num_images - FEW
             places[at] = Counter({k: v + more * (v - before[k]) for k, v in last.items()})
-            if num_images < self.job.geometry.window:
+            if num_images < self.job.window:
                 places[at]["gradients"] = self.session.gradient_bytes
         return places
 

@@ -77,14 +77,14 @@ def run_for_real(job: Job, device: str, evaluates: bool = True) -> Iterator[None
         if precision.scaler.is_enabled():  # the first steps must not be left out
             precision.scaler = torch.amp.GradScaler(precision.device_type, init_scale=1.0)
         micro_batches: list[Any] = [job.training_batch()]
-        micro_batches *= min(-(-job.geometry.window // job.geometry.largest_micro_batch), 2)
+        micro_batches *= min(-(-job.window // job.largest_micro_batch), 2)
         for _ in range(2):  # the second finds the optimizer's states
             model.zero_grad(set_to_none=True)
             iterate(job, model, optimizer, precision, micro_batches)
         del micro_batches
         yield
-        if evaluates and job.evaluates:
-            infer(model, job, job.evaluation_batch())
+        if evaluates and job.cfg.DATASETS.TEST:
+            infer(model, job, job.batches.evaluation())
             yield
 
 

@@ -195,9 +195,9 @@ def that_work(job: Job, names: Sequence[str]) -> Iterator[str]:
 
 def build_with_values(job: Job, device: str) -> tuple[nn.Module, Optimizer]:
     """Build model and optimizer on a device, the optimizer with one rank's share."""
-    model = job.build_model(device, announce=False).train()  # as trainers do
+    model = job.build_model(device).train()  # as trainers do
     without_zero = job.with_settings({"MEMFIT.OPTIMIZER.ZERO": False})  # it needs other ranks
-    optimizer = without_zero.build_optimizer(model, announce=False)
+    optimizer = without_zero.build_optimizer(model)
     if job.cfg.MEMFIT.OPTIMIZER.ZERO:
         _keep_share(optimizer, job.ranks)
     return model, optimizer

@@ -53,7 +53,7 @@ def estimate_inference(job: Job, device_name: Optional[str] = None) -> Inference
     """
     device = DeviceModel.choose(device_name, job.cfg.MODEL.DEVICE)
     with one_line_errors():
-        batch = job.evaluation_batch()
+        batch = job.batches.evaluation()
         timeline = Session(job, device.is_gpu, device.foreach).evaluate(batch)
     events = timeline.events
     kept = [e for e in events if isinstance(e, Workspace) or e.allocation.owner not in _OTHERS]

@@ -69,7 +69,7 @@ class Predictor:
         weights: str,
         tile_size: Optional[int] = None,
     ) -> None:
-        self.model = job.build_model(announce=False).eval()
+        self.model = job.build_model().eval()
         load_whole_model(self.model, weights)
         if isinstance(config, DictConfig):
             mapper = instantiate(config.dataloader.test.mapper)

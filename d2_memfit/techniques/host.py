@@ -110,7 +110,7 @@ class SharedDataset(Technique):
 
 
 class SharedList(Dataset[Any]):
-    """A replacement of Detectron2's ``DatasetFromList``. All ranks must make it together.
+    """A list for Detectron2's ``DatasetFromList``. All ranks must make it together.
 
     Args:
         items: objects that can be pickled; those of each machine's first rank are used.
@@ -119,7 +119,7 @@ class SharedList(Dataset[Any]):
         HostMemoryError: there is no room for the file, or an item cannot be pickled.
     """
 
-    def __init__(self, items: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, items: Sequence[Any]) -> None:
         path = ""
         error = ""
         ends = None

@@ -99,10 +99,10 @@ def test_what_is_parsed_has_types_and_is_made_once():
     cfg.MEMFIT.OOM.POLICY, cfg.MEMFIT.OOM.LAST_RESORT = "split", "skip"
     cfg.MEMFIT.NORMALIZERS.LOSSES = [["loss_mask*", "objects"], ["loss_total", "sum"]]
     job = Job.from_cfg(cfg, 2)
-    assert (job.geometry.images_per_batch, job.geometry.window) == (2, 6)
+    assert (job.images_per_batch, job.window) == (2, 6)
     assert RecoveryOptions.from_cfg(job.cfg).last_resort == "skip"
     assert list(NormalizerOptions.from_cfg(job.cfg).losses[1]) == ["loss_total", "sum"]
-    assert job.with_settings({"MEMFIT.MICRO_BATCH": 1}).geometry.largest_micro_batch == 1
+    assert job.with_settings({"MEMFIT.MICRO_BATCH": 1}).largest_micro_batch == 1
     assert not cfg.is_frozen()
     other = job.with_settings({"MEMFIT.OOM.POLICY": "raise"})
     assert RecoveryOptions.from_cfg(other.cfg) is None

@@ -25,6 +25,7 @@ from tiny import (
     images,
     parameters,
     relative_difference,
+    sized,
     suggested,
     tiny_cfg,
     tiny_model,
@@ -38,7 +39,6 @@ from d2_memfit.config.load import with_settings
 from d2_memfit.config.settings import Precision, RecoveryOptions
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.engine.hooks import MemoryMonitor
-from d2_memfit.job import WorstCase
 from d2_memfit.measure import ITEMS, measure_item
 from d2_memfit.memory import (
     OwnerMeter,
@@ -289,7 +289,7 @@ def test_a_probe_leaves_nothing_behind(gpu):
     cfg.SOLVER.IMS_PER_BATCH = 2
     torch.zeros(1, device=gpu)
     before = state()
-    measured = estimate_memory(cfg, batch=WorstCase((240, 320), 5), probe=True)
+    measured = estimate_memory(cfg, **sized(cfg, (240, 320), 5), probe=True)
     assert state() == before
     total = sum(measured.breakdown.values())
     assert total == pytest.approx(measured.peak_allocated_gb, rel=1e-6)

@@ -10,10 +10,10 @@ from detectron2.structures import (
     PolygonMasks,
     RotatedBoxes,
 )
-from tiny import image, images
+from tiny import image
 
 from d2_memfit.job import (
-    objects_per_image,
+    objects_in,
     resize_image,
     with_objects,
 )
@@ -31,29 +31,16 @@ def test_objects_are_repeated_in_all_fields(num):
         gt_keypoints=Keypoints(torch.arange(9.0).reshape(3, 1, 3)),
         names=["a", "b", "c"],
     )
-    (image,) = with_objects([{"image": torch.zeros(3, 8, 8), "instances": instances}], num)
+    image = with_objects({"image": torch.zeros(3, 8, 8), "instances": instances}, num)
     made = image["instances"]
     index = [i % 3 for i in range(num)]
-    assert objects_per_image([image]) == [num]
+    assert objects_in(image) == num
     assert made.gt_classes.tolist() == index
     assert torch.equal(made.gt_boxes.tensor, boxes[index])
     assert torch.equal(made.gt_keypoints.tensor, instances.gt_keypoints.tensor[index])
     assert torch.equal(made.gt_rotated.tensor, instances.gt_rotated.tensor[index])
     assert [polygons[0][0] for polygons in made.gt_masks.polygons] == index
     assert made.names == ["abc"[i] for i in index]
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.zeros(2, 3),
-        [{"image": torch.zeros(3, 8, 8)}],
-        [*images(1), *images(1, num_instances=0)],
-        [{"instances": [1, 2]}],
-    ],
-)
-def test_images_without_instances_have_no_number(batch):
-    assert objects_per_image(batch) == []
 
 
 def test_annotations_go_with_the_image():

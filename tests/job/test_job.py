@@ -18,7 +18,7 @@ from d2_memfit import Job, estimate_memory
 from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.lazy import cfg_of_lazy, overrides_of
 from d2_memfit.engine.build import build_trainer
-from d2_memfit.job import WorstCase, with_overrides
+from d2_memfit.job import with_overrides
 
 
 class AdamWTrainer(DefaultTrainer):
@@ -87,10 +87,9 @@ def test_methods_that_are_no_class_methods_are_an_error():
 def test_a_job_says_how_images_are_dealt_out():
     cfg = tiny_cfg("faster_rcnn", fpn=False)
     cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATION_STEPS, cfg.MEMFIT.MICRO_BATCH = 8, 2, 3
-    geometry = Job.from_cfg(cfg, 2).geometry
-    assert (geometry.images_per_batch, geometry.window, geometry.ranks) == (4, 8, 2)
-    assert geometry.largest_micro_batch == 3
-    assert geometry.crosses_batches
+    job = Job.from_cfg(cfg, 2)
+    assert (job.images_per_batch, job.window, job.ranks) == (4, 8, 2)
+    assert job.largest_micro_batch == 3
     with pytest.raises(ConfigError, match="must be divisible by the number of ranks, 3"):
         Job.from_cfg(cfg, 3)
 
@@ -98,8 +97,8 @@ def test_a_job_says_how_images_are_dealt_out():
 def test_a_job_is_not_changed_by_its_settings():
     job = Job.from_cfg(tiny_cfg("faster_rcnn", fpn=False), 1)
     other = job.with_settings({"MEMFIT.MICRO_BATCH": 1})
-    assert other.geometry.micro_batch_size == 1
-    assert job.geometry.micro_batch_size is None
+    assert other.cfg.MEMFIT.MICRO_BATCH == 1
+    assert job.cfg.MEMFIT.MICRO_BATCH is None
     with pytest.raises(AttributeError, match="immutable"):
         job.cfg.MEMFIT.MICRO_BATCH = 2
 
@@ -132,7 +131,7 @@ def test_a_batch_can_be_given():
 def test_a_lazy_config_is_a_job_with_its_own_optimizer_mapper_and_batch():
     cfg = lazy_config(accumulation_steps=2)
     job = Job.from_lazy(cfg, 2)
-    assert (job.geometry.window, job.geometry.images_per_batch) == (4, 2)
+    assert (job.window, job.images_per_batch) == (4, 2)
     assert isinstance(job.build_optimizer(job.build_model()), torch.optim.AdamW)
     sizes = {tuple(d["image"].shape[1:]) for d in job.training_batch(2)}
     assert max(map(max, sizes)) == 100
@@ -147,7 +146,7 @@ def test_keys_of_a_lazy_config_have_their_places():
         "train.memfit.checkpoint.modules": ["backbone"],
     }
     job = Job.from_lazy(lazy_config(), 1).with_settings({"SOLVER.IMS_PER_BATCH": 6})
-    assert job.parts.cfg.dataloader.train.total_batch_size == job.geometry.images_per_batch == 6
+    assert job.parts.cfg.dataloader.train.total_batch_size == job.images_per_batch == 6
     with pytest.raises(ConfigError, match=r"INPUT.MASK_FORMAT has no place in a LazyConfig"):
         overrides_of({"INPUT.MASK_FORMAT": "polygon"})
     keys = cfg_of_lazy(with_overrides(lazy_config(), places))
@@ -182,7 +181,6 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
             model=torch.nn.Identity,
             optimizer=torch.optim.SGD,
             train_loader=lambda: [images],
-            batch=WorstCase((64, 64), 1),
         ).training_batch()
 
 

@@ -89,7 +89,7 @@ def test_where_all_images_of_a_dataset_have_one_size_it_is_taken():
     cfg.DATASETS.TEST = ("cityscapes_fine_instance_seg_val",)
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (800, 1024), 2048
     assert sizes(cfg, 2) == [(1024, 2048), (1024, 2048)]
-    (image,) = Job.from_cfg(cfg, 1).evaluation_batch()
+    (image,) = Job.from_cfg(cfg, 1).batches.evaluation()
     assert (image["height"], image["width"]) == (1024, 2048)
     told = Job.from_cfg(cfg, 1, num_instances=30)  # by the job's own mapper
     assert tuple(told.training_batch(1)[0]["image"].shape[1:]) == (1024, 2048)
@@ -107,7 +107,7 @@ def test_a_dataset_says_how_large_and_how_crowded_its_images_are(dataset):
     # The most crowded images, each once; the crowd is none, so the third one is of the next epoch.
     assert [len(d["instances"]) for d in job.training_batch(3)] == [7, 3, 7]
     assert [len(d["instances"]) for d in job.training_batch(3, job.batches.typical)] == [5] * 3
-    (image,) = job.evaluation_batch()
+    (image,) = job.batches.evaluation()
     assert (image["height"], image["width"]) == (1000, 500)
     assert "instances" not in image
     assert job.batches.assumptions == job.batches.evaluation_assumptions == ()
@@ -210,7 +210,7 @@ def test_a_batch_has_what_the_models_ask_for():
     assert image["sem_seg"].shape == image["image"].shape[1:]
     assert len(image["proposals"]) == cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TRAIN
     assert sum(t.nbytes for t in tensors_of([image])) > 100 * 80 * 133
-    (image,) = job.evaluation_batch()
+    (image,) = job.batches.evaluation()
     assert "instances" not in image
     assert len(image["proposals"]) == cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TEST
 

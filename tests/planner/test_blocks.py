@@ -1,9 +1,11 @@
 # Copyright (c) the d2_memfit developers.
 """Some blocks of a model recomputed."""
 
+from tiny import sized
+
 from d2_memfit import plan_memory
 from d2_memfit.config.load import load_cfg
-from d2_memfit.job import Job, WorstCase
+from d2_memfit.job import Job
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.plan_file import planned, planned_yaml
@@ -15,7 +17,8 @@ def test_a_plan_recomputes_as_few_blocks_as_fit():
     opts += ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
     opts += ["MODEL.RESNETS.NORM", "BN", "MEMFIT.BUDGET_GB", 9]
     mask = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
-    job = Job.from_any(load_cfg(mask, opts), batch=WorstCase((960, 1280), 10))
+    cfg = load_cfg(mask, opts)
+    job = Job.from_any(cfg, **sized(cfg, (960, 1280), 10))
 
     def needs(blocks):
         with_blocks = job.with_settings({"MEMFIT.CHECKPOINT.MODULES": blocks})

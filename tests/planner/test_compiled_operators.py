@@ -3,15 +3,15 @@
 
 import pytest
 import torch
+from tiny import sized
 from torchvision.ops import deform_conv2d
 
 from d2_memfit.config.load import load_cfg
-from d2_memfit.job import Job, WorstCase
+from d2_memfit.job import Job
 from d2_memfit.planner.stand_ins import compiled_operators, cuda_as_cpu, deform_conv
 from d2_memfit.planner.steps import Session
 from d2_memfit.planner.timeline import Workspace
 
-CASE = WorstCase((160, 224), 5)
 MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
 GROUPED = ["MODEL.RESNETS.DEFORM_NUM_GROUPS", 2]
 
@@ -38,7 +38,8 @@ def test_gradients_have_the_sizes_that_torchvisions_operator_gives(modulated):
 @pytest.mark.parametrize("opts", [[], GROUPED, ["MODEL.RESNETS.DEFORM_MODULATED", True]])
 def test_a_deformable_backbone_has_detectron2s_buffers(opts):
     on = ["MODEL.RESNETS.DEFORM_ON_PER_STAGE", [False, False, False, True]]
-    job = Job.from_cfg(load_cfg(MASK, ["MODEL.DEVICE", "cpu", *on, *opts]), 1, batch=CASE)
+    cfg = load_cfg(MASK, ["MODEL.DEVICE", "cpu", *on, *opts])
+    job = Job.from_cfg(cfg, 1, **sized(cfg, (160, 224), 5))
     run = Session(job).train(job.training_batch(1))
     columns = 512 * 9 * (160 // 32) * (224 // 32) * 4  # of the second convolution of res5's blocks
     copy = 0 if "MODEL.RESNETS.DEFORM_MODULATED" in opts else 512 * (160 // 32) * (224 // 32) * 4

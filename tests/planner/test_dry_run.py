@@ -13,12 +13,12 @@ from detectron2.modeling import META_ARCH_REGISTRY
 from detectron2.modeling.meta_arch import retinanet
 from detectron2.projects.point_rend import add_pointrend_config
 from fvcore.nn import sigmoid_focal_loss
-from tiny import owners_at_peak, peak_of
+from tiny import owners_at_peak, peak_of, sized
 from torch import nn
 
 from d2_memfit.config.files import find_config_file
 from d2_memfit.config.load import load_cfg
-from d2_memfit.job import Job, WorstCase
+from d2_memfit.job import Job
 from d2_memfit.memory import process_memory
 from d2_memfit.planner.dry_run import DryRun
 from d2_memfit.planner.meta import is_fake, make_fake
@@ -26,7 +26,7 @@ from d2_memfit.planner.stand_ins import _TO_FLOAT32, casts_of_cuda, cuda_as_cpu
 from d2_memfit.planner.steps import Session
 from d2_memfit.planner.values import WithoutValues
 
-CASE = WorstCase((160, 224), 7)
+CASE = ((160, 224), 7)
 
 # Real models, narrow and with images and numbers of proposals that can be computed quickly.
 SMALL = [
@@ -152,7 +152,7 @@ def make_cfg(name):
 
 
 def train(cfg):
-    job = Job.from_cfg(cfg, 2, batch=CASE)
+    job = Job.from_cfg(cfg, 2, **sized(cfg, *CASE))
     batches = [job.training_batch(1)] * 2 if cfg.MEMFIT.MICRO_BATCH else [job.training_batch(2)]
     return Session(job).train(*batches)
 
@@ -165,7 +165,7 @@ def test_the_first_dry_run_of_a_process_is_like_later_ones(monkeypatch, opts):
     loss.__annotations__ = sigmoid_focal_loss.__annotations__
     monkeypatch.setattr(retinanet, "sigmoid_focal_loss_jit", torch.jit.script(loss))
     cfg = load_cfg("COCO-Detection/retinanet_R_50_FPN_1x.yaml", [*SMALL, *opts])
-    job = Job.from_cfg(cfg, 1, batch=CASE)
+    job = Job.from_cfg(cfg, 1, **sized(cfg, *CASE))
     first, second, third = (Session(job).train(job.training_batch(1)) for _ in range(3))
     assert first.flops == second.flops == third.flops
     assert owners_at_peak(first) == owners_at_peak(second) == owners_at_peak(third)
@@ -190,7 +190,8 @@ def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
 
 @pytest.mark.parametrize("name", ["mask FPN", "retinanet", "panoptic", "FCOS", "queries"])
 def test_memory_is_on_the_line_through_2_and_3_images(name):
-    job = Job.from_cfg(make_cfg(name), 1, batch=WorstCase((640, 800), 7))
+    cfg = make_cfg(name)
+    job = Job.from_cfg(cfg, 1, **sized(cfg, (640, 800), 7))
     two, three, six = (
         peak_of(Session(job, False, False).train(job.training_batch(n))) for n in (2, 3, 6)
     )
@@ -198,7 +199,8 @@ def test_memory_is_on_the_line_through_2_and_3_images(name):
 
 
 def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
-    job = Job.from_cfg(make_cfg("mask FPN"), 1, batch=CASE)
+    cfg = make_cfg("mask FPN")
+    job = Job.from_cfg(cfg, 1, **sized(cfg, *CASE))
     batch = job.training_batch(1)
     whole = Session(job).train(batch, batch, batch)
     last = Session(job).train(batch, accumulates=True)
@@ -206,7 +208,8 @@ def test_the_last_micro_batch_alone_has_the_peak_of_an_iteration():
 
 
 def test_small_weights_stay_though_gradients_are_not_numbers():
-    job = Job.from_cfg(make_cfg("mask FPN"), 1, batch=CASE)
+    cfg = make_cfg("mask FPN")
+    job = Job.from_cfg(cfg, 1, **sized(cfg, *CASE))
     session, batch = Session(job, foreach=False), job.training_batch(1)
     biases = [p for p in session.model.parameters() if p.requires_grad and not is_fake(p)]
     before = [p.detach().clone() for p in biases]
@@ -226,8 +229,9 @@ def test_small_weights_stay_though_gradients_are_not_numbers():
     ],
 )
 def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
-    job = Job.from_cfg(make_cfg(name), 1, batch=CASE)
-    batch = job.evaluation_batch()
+    cfg = make_cfg(name)
+    job = Job.from_cfg(cfg, 1, **sized(cfg, *CASE))
+    batch = job.batches.evaluation()
     dry = Session(job).evaluate(batch)
     computing()
     computed = Session(job).evaluate(batch)
@@ -235,8 +239,8 @@ def test_an_evaluation_has_the_memory_of_one_that_is_computed(name, computing):
 
 
 def test_nothing_large_is_computed_or_touched():
-    case = WorstCase((800, 1333), 20)
-    job = Job.from_cfg(load_cfg(MASK), 1, batch=case)
+    cfg = load_cfg(MASK)
+    job = Job.from_cfg(cfg, 1, **sized(cfg, (800, 1333), 20))
     before = process_memory().peak_resident_bytes
     timeline = Session(job).train(job.training_batch(4))
     assert peak_of(timeline) > 4 * 2**30

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 from benchmarks.detr_like import add_detr_config
-from tiny import images, tiny_cfg
+from tiny import images, sized, tiny_cfg
 
 from d2_memfit import Job, estimate_memory
-from d2_memfit.job import WorstCase
 from d2_memfit.planner.device import DeviceModel, DeviceUse
 from d2_memfit.planner.estimate import MOST_OBJECTS, DryJob
 from d2_memfit.planner.timeline import Timeline
@@ -37,7 +36,7 @@ def crowded_cfg(family="mask_rcnn"):
 def test_more_images_are_on_lines_through_2_and_3(name):
     """To a thousandth, with the phase that decides, and with gradients of earlier ones."""
     cfg = crowded_cfg() if name == "crowded" else tiny_cfg(name, fpn=name == "mask_rcnn")
-    job = dry_job(cfg, 9, batch=WorstCase((800, 1200), 10))
+    job = dry_job(cfg, 9, **sized(cfg, (800, 1200), 10))
     job.expandable_segments = True  # as under a budget
     for num_images in (9, 6):
         expected = job.expected_use(num_images)
@@ -49,7 +48,8 @@ def test_more_images_are_on_lines_through_2_and_3(name):
 
 
 def test_the_sum_of_all_owners_is_on_the_line_though_some_are_below_0(monkeypatch):
-    job = dry_job(tiny_cfg("retinanet", fpn=False), 5, batch=WorstCase((64, 64), 2))
+    cfg = tiny_cfg("retinanet", fpn=False)
+    job = dry_job(cfg, 5, **sized(cfg, (64, 64), 2))
     owners = Counter({"activations": 900 * MB, "workspace": -300 * MB})
     monkeypatch.setattr(job, "_places_of", lambda _: {("forward", "", ""): owners})
     use = job.expected_use(5)
@@ -96,7 +96,7 @@ def test_a_range_says_what_makes_it_wider():
 def test_each_thing_that_is_not_known_has_its_part_of_the_range(monkeypatch):
     cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 512
-    job = dry_job(cfg, 2, batch=WorstCase((64, 64), 5))
+    job = dry_job(cfg, 2, **sized(cfg, (64, 64), 5))
     worst = job.use().allocated_bytes
     margin = 0.06 * worst
 

@@ -6,10 +6,10 @@ from random import Random
 
 import numpy as np
 import pytest
-from tiny import tiny_cfg, tiny_model
+from tiny import sized, tiny_cfg, tiny_model
 
 from d2_memfit.config.load import load_cfg
-from d2_memfit.job import Job, WorstCase
+from d2_memfit.job import Job
 from d2_memfit.planner import ladder as ladder_module
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
@@ -17,7 +17,7 @@ from d2_memfit.planner.ladder import Ladder, Rung
 from d2_memfit.techniques.registry import TECHNIQUES, TIERS, get_technique
 
 CUDA = DeviceModel.load("cuda")
-CASE = WorstCase((320, 480), 10)
+CASE = (320, 480), 10
 R18 = ("MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64)
 BLOCKS = [f"backbone.{i}" for i in range(4)] + [f"head.{i}" for i in range(3)]
 
@@ -38,7 +38,7 @@ class Invented:
 
     def __init__(self, job, device, evaluates=True, progress=str, like=None):
         self.job, self.device, self.progress = job, device, progress
-        self.num_images, self.runs = job.geometry.largest_micro_batch, {}
+        self.num_images, self.runs = job.largest_micro_batch, {}
         memfit = job.cfg.MEMFIT
         self.key = f"{job.cfg.SOLVER.AMP.ENABLED} {memfit.OPTIMIZER} {memfit.CHECKPOINT} "
         self.key += (
@@ -70,7 +70,7 @@ class Invented:
 def job():
     cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.SOLVER.IMS_PER_BATCH = 8
-    return Job.from_cfg(cfg, 1, batch=CASE)
+    return Job.from_cfg(cfg, 1, **sized(cfg, *CASE))
 
 
 @pytest.fixture
@@ -181,7 +181,9 @@ def test_more_memory_is_never_worse(name):
     """With the dry runs of a job, which all budgets share."""
     config, device, keys = JOBS[name]
     cfg = load_cfg(config, ["SOLVER.IMS_PER_BATCH", 4, *R18, *keys, "MEMFIT.BUDGET_GB", 9])
-    start = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load(device), evaluates=False)
+    start = DryJob(
+        Job.from_cfg(cfg, 1, **sized(cfg, *CASE)), DeviceModel.load(device), evaluates=False
+    )
     most = start.budget_bytes(start.use()) / 2**30
     budgets_gb = [0.7 + i * (1.02 * most - 0.7) / 7 for i in range(8)]
     found = found_in(Ladder(start, most, TIERS), budgets_gb)

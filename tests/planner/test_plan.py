@@ -3,12 +3,12 @@ import re
 
 import pytest
 import torch
-from tiny import tiny_cfg
+from tiny import sized, tiny_cfg
 
 from d2_memfit import estimate_memory, plan_memory
 from d2_memfit.common.errors import ConfigError
 from d2_memfit.config.load import load_cfg
-from d2_memfit.job import Job, WorstCase
+from d2_memfit.job import Job
 from d2_memfit.planner import ladder as ladder_module
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
@@ -21,19 +21,21 @@ MASK = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x.yaml"
 
 
 # The smallest image sizes with which the planner's choices are those of larger ones.
-CASE = WorstCase((320, 480), 10)
+CASE = {"image_size": (320, 480), "num_instances": 10}
 
 
 @pytest.fixture(scope="module")
 def mask():
     """Mask R-CNN R18-FPN with an effective batch of 8."""
     resnet = ["MODEL.RESNETS.DEPTH", 18, "MODEL.RESNETS.RES2_OUT_CHANNELS", 64]
-    return load_cfg(MASK, ["SOLVER.IMS_PER_BATCH", 8, *resnet])
+    cfg = load_cfg(MASK, ["SOLVER.IMS_PER_BATCH", 8, *resnet])
+    sized(cfg, **CASE)
+    return cfg
 
 
 def plan(cfg, budget_gb, **kwargs):
     """For training alone, which needs more than evaluation in all these jobs."""
-    options = {"device": "cuda", "batch": CASE, "evaluates": False, **kwargs}
+    options = {"device": "cuda", **CASE, "evaluates": False, **kwargs}
     return plan_memory(cfg, budget_gb, **options)
 
 
@@ -89,7 +91,7 @@ def test_float16_is_not_planned_where_it_is_known_to_fail(mask):
 @pytest.mark.parametrize("is_usable", [True, False])
 def test_a_cpu_without_kernels_for_16_bits_has_no_plan_with_them(mask, monkeypatch, is_usable):
     monkeypatch.setattr(ladder_module, "has_kernels_for_bfloat16", lambda: is_usable)
-    start = DryJob(Job.from_cfg(mask, batch=SMALL), DeviceModel.load("cpu"), evaluates=False)
+    start = DryJob(Job.from_cfg(mask, **SMALL), DeviceModel.load("cpu"), evaluates=False)
     ladder = Ladder(start, 6, ["precision"])
     assert ladder._is_usable("MixedPrecision") == is_usable
     assert not ladder._is_usable("ActivationOffload")
@@ -105,7 +107,7 @@ def test_micro_batches_come_first_and_the_effective_batch_stays(mask, log):
     assert p.estimate.device_total_gb <= 3.5 < p.before.device_total_gb
     with_plan = planned(mask, planned_yaml(mask, p))
     assert with_plan.SOLVER == mask.SOLVER  # batch, learning rate, schedule
-    again = estimate_memory(with_plan, device="cuda", batch=CASE, evaluates=False)
+    again = estimate_memory(with_plan, device="cuda", **CASE, evaluates=False)
     assert again.device_total_gb == p.estimate.device_total_gb
     assert "is on" not in log.text  # what is tried is not the user's job
 
@@ -122,14 +124,14 @@ def test_a_users_micro_batch_is_not_made_larger(mask):
 
 def test_estimate_and_plan_agree_on_what_fits(mask):
     """At the budget in which the job just fits as it is, and a little below."""
-    start = DryJob(Job.from_cfg(mask, 1, batch=CASE), DeviceModel.load("cuda"), evaluates=False)
+    start = DryJob(Job.from_cfg(mask, 1, **CASE), DeviceModel.load("cuda"), evaluates=False)
     start.expandable_segments = True
     start.whole()
     least = start.budget_bytes(start.use()) / 2**30
     for budget_gb, fits in ((least + 1e-6, True), (least - 1e-3, False)):
         cfg = mask.clone()
         cfg.MEMFIT.BUDGET_GB = budget_gb
-        dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cuda"), False)
+        dry_job = DryJob(Job.from_cfg(cfg, 1, **CASE), DeviceModel.load("cuda"), False)
         assert dry_job.fits(budget_gb) == fits
         p = plan(mask, budget_gb, allow=["exact"])
         assert (p.steps == ()) == fits
@@ -139,13 +141,13 @@ def test_estimate_and_plan_agree_on_what_fits(mask):
 
 def needed_gb(cfg):
     """The smallest budget of a job as it is."""
-    job = DryJob(Job.from_any(cfg, batch=SMALL), "cuda", evaluates=False)
+    job = DryJob(Job.from_any(cfg, **SMALL), "cuda", evaluates=False)
     return job.budget_bytes(job.use()) / 2**30
 
 
 def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay():
     cfg = small_job(3)
-    p = plan(cfg, needed_gb(cfg) - 0.01, batch=SMALL, allow=["recipe"])
+    p = plan(cfg, needed_gb(cfg) - 0.01, **SMALL, allow=["recipe"])
     assert p.fits
     (step,) = p.steps
     assert (step.name, step.tier) == ("SmallerRoiBatch", "recipe")
@@ -156,9 +158,9 @@ def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay():
 def test_with_batch_norm_there_are_no_smaller_micro_batches():
     cfg = small_job(4)
     cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.RESNETS.NORM = 8, "BN"
-    p = plan(cfg, needed_gb(cfg) - 0.01, batch=SMALL, allow=["exact"])
+    p = plan(cfg, needed_gb(cfg) - 0.01, **SMALL, allow=["exact"])
     assert "smaller micro-batches" not in [s.name for s in p.steps]
-    p = plan(cfg, 0.6, batch=SMALL, allow=["exact"])
+    p = plan(cfg, 0.6, **SMALL, allow=["exact"])
     assert p.obstacle.startswith("BatchNorm is trained: the 8 images of one GPU cannot be split")
     assert "One image on each of 8 GPUs needs" in p.obstacle
 
@@ -183,11 +185,11 @@ def test_planning_draws_no_random_numbers():
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
-    plan_memory(cfg, 20, batch=WorstCase((64, 64), 2))
+    plan_memory(cfg, 20, **sized(cfg, (64, 64), 2))
     assert torch.rand(1) == expected
 
 
-SMALL = WorstCase((64, 64), 3)
+SMALL = {"image_size": (64, 64), "num_instances": 3}
 
 
 def small_job(seed):
@@ -195,6 +197,7 @@ def small_job(seed):
     cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.MODEL.RPN.POST_NMS_TOPK_TRAIN, cfg.MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE = 2000, 512
     cfg.SOLVER.IMS_PER_BATCH, cfg.SEED = 1, seed
+    sized(cfg, **SMALL)
     return cfg
 
 
@@ -218,7 +221,7 @@ def test_techniques_that_only_run_alone_do_not_end_a_plan(monkeypatch):
     monkeypatch.setattr(ActivationCheckpointing, "apply", apply_checkpointing)
     monkeypatch.setattr(ChunkedHeads, "apply", apply_chunks)
     lines = []
-    p = plan(small_job(1), 0.5, batch=SMALL, allow=["exact"], progress=lines.append)
+    p = plan(small_job(1), 0.5, **SMALL, allow=["exact"], progress=lines.append)
     assert not p.fits  # the smallest one is known all the same
     assert "MEMFIT.CHECKPOINT.MODULES" in p.settings
     assert "MEMFIT.HEADS.CHUNK_SIZE" not in p.settings
@@ -260,7 +263,7 @@ def test_dry_runs_have_at_most_3_images_but_those_that_verify(
 
 
 def test_an_estimate_has_dry_runs_of_2_and_3_images_and_objects_two_of_1_more(mask, images_of_runs):
-    estimate_memory(mask, device="cuda", batch=CASE, evaluates=False)
+    estimate_memory(mask, device="cuda", **CASE, evaluates=False)
     assert images_of_runs == [3, 2]
     images_of_runs.clear()
     plan(mask, 24, counts_objects=True)

@@ -9,19 +9,19 @@ import torch
 from detectron2.modeling import build_model
 from detectron2.solver import build_optimizer
 from detectron2.utils.events import EventStorage
-from tiny import peak_of, tiny_cfg
+from tiny import peak_of, sized, tiny_cfg
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.cli.command_line import main
 from d2_memfit.config.load import load_cfg
-from d2_memfit.job import Job, WorstCase
+from d2_memfit.job import Job
 from d2_memfit.memory import TensorMeter
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.probe import run_for_real
 from d2_memfit.planner.worst_outputs import worst_case
 
-CASE = WorstCase((320, 480), 10)
+CASE = (320, 480), 10
 ORIGINAL = 3 * 320 * 480  # bytes of an image that the job keeps: the meter sees what is copied
 KEYPOINTS = ("keypoints_coco_2017_train",)
 
@@ -41,7 +41,7 @@ def test_a_real_run_has_the_peaks_of_the_dry_one(family):
     cfg.MEMFIT.MICRO_BATCH = 2
     if family == "keypoint_rcnn":
         cfg.DATASETS.TRAIN, cfg.MODEL.ROI_KEYPOINT_HEAD.NUM_KEYPOINTS = KEYPOINTS, 17
-    dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
+    dry_job = DryJob(Job.from_cfg(cfg, 1, **sized(cfg, *CASE)), DeviceModel.load("cpu"))
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_mixed_precision_steps_too():
     cfg.MODEL.RETINANET.NUM_CLASSES = 80
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.SOLVER.AMP.ENABLED = True
-    dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
+    dry_job = DryJob(Job.from_cfg(cfg, 1, **sized(cfg, *CASE)), DeviceModel.load("cpu"))
     with TensorMeter() as meter:
         next(run_for_real(dry_job.job, "cpu"))
     training = peak_of(dry_job.whole())
@@ -74,7 +74,7 @@ def test_a_trainer_has_the_peak_of_a_probe():
     cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.SOLVER.IMS_PER_BATCH = 4
     cfg.MEMFIT.MICRO_BATCH = 2
-    dry_job = DryJob(Job.from_cfg(cfg, 1, batch=CASE), DeviceModel.load("cpu"))
+    dry_job = DryJob(Job.from_cfg(cfg, 1, **sized(cfg, *CASE)), DeviceModel.load("cpu"))
     with TensorMeter() as meter, EventStorage():
         model = build_model(cfg)
         batch = dry_job.job.training_batch()

@@ -2,10 +2,9 @@
 """State that exists before the dry run of an iteration."""
 
 import pytest
-from tiny import owners_at_peak, tiny_cfg
+from tiny import owners_at_peak, sized, tiny_cfg
 
 from d2_memfit import Job
-from d2_memfit.job import WorstCase
 from d2_memfit.planner import steps
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.estimate import DryJob
@@ -16,7 +15,7 @@ def job_of(ranks=1, **keys):
     cfg = tiny_cfg("retinanet", fpn=False)
     cfg.SOLVER.IMS_PER_BATCH = 4 * ranks
     cfg.merge_from_list([part for item in keys.items() for part in item])
-    return Job.from_cfg(cfg, ranks, batch=WorstCase((320, 480), 20))
+    return Job.from_cfg(cfg, ranks, **sized(cfg, (320, 480), 20))
 
 
 def test_gradients_of_earlier_micro_batches_count_at_a_peak_of_the_forward():

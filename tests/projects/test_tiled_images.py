@@ -145,7 +145,7 @@ def test_a_plan_is_made_for_tiles_not_for_images(tmp_path):
         job = Job.from_trainer(Trainer, config, 1)
         largest = (3, 256, 256)
         assert {tuple(d["image"].shape) for d in job.training_batch(2)} == {largest}
-        (image,) = job.evaluation_batch()
+        (image,) = job.batches.evaluation()
         assert (tuple(image["image"].shape), image["height"], image["width"]) == (largest, 256, 256)
         assert 10 <= job.batches.num_instances <= 12
         assert not job.batches.assumptions

@@ -100,7 +100,7 @@ def test_the_loader_gives_the_same_images(coins):
         dataset = dataset.dataset
     while hasattr(dataset, "_dataset"):
         dataset = dataset._dataset
-    assert isinstance(dataset, SharedList)
+    assert isinstance(dataset._lst, SharedList)
     batch = next(iter(loader))
     assert {os.path.dirname(image["file_name"]) for image in batch} == {str(coins / "train")}
 

@@ -137,7 +137,7 @@ ALWAYS |= {"MixedPrecision", "EightBitOptimizerStates"}
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_kinds_of_jobs_are_offered_the_same(family):
     for kind, job in jobs(family):
-        model = job.build_model("cpu", announce=False)
+        model = job.build_model("cpu")
         settings = {t.name: t.settings(job, model) for t in TECHNIQUES}
         offered = {name for name, found in settings.items() if found} - {*OF_YACS}
         assert offered == ALWAYS | OFFERED[family], kind

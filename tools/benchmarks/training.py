@@ -128,7 +128,7 @@ def now() -> float:
 def settings(names: Any) -> list[Any]:
     """Keys and values that turn techniques on."""
     job = Job.from_cfg(load_cfg(CONFIG, ["INPUT.MASK_FORMAT", "bitmask"]), 1)
-    model = job.build_model("cpu", announce=False)
+    model = job.build_model("cpu")
     on = [get_technique(name).settings(job, model) for name in names]
     return [x for item in on for pair in item.items() for x in pair]
 
