@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg
@@ -113,7 +113,7 @@ KEYS = (
 
 _SIZES = Check(
     "one or more sizes in pixels, each an integer of at least 0",
-    lambda v: fits(v, Union[int, list[int]]) and min(shorter_sides(v), default=-1) >= 0,
+    lambda v: (fits(v, int) or fits(v, list[int])) and min(shorter_sides(v), default=-1) >= 0,
 )
 # Detectron2's own keys, from which batches, schedules and the largest batch are computed.
 _DETECTRON2: dict[str, Callable[[str, Any], Any]] = {
