@@ -22,7 +22,8 @@ def doctor(args: argparse.Namespace) -> None:
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     findings = [*examine(job, trainer, remake, lambda what: show_progress(f"Checking: {what}"))]
     is_well = all(finding.is_well is not False for finding in findings)
-    details, next_step = "\n".join(map(str, findings)), next_plan(args) if is_well else ""
+    details = "\n".join(map(str, findings))
+    next_step = next_plan(args, job.budget_gb) if is_well else ""
     give_answer(args, findings, answer_of_findings(findings), details, next_step)
     if not is_well:
         sys.exit(_UNWELL)
@@ -35,5 +36,6 @@ def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
 def measure_gpu(args: argparse.Namespace) -> None:
     from .. import measure
 
-    for text in measure.measure_gpu(args.device, args.seconds, args.output, args.items, args.small):
+    options = args.seconds, args.output, args.items, args.small
+    for text in measure.measure_gpu("cuda:0", *options):
         show(text)

@@ -6,10 +6,9 @@ import sys
 from functools import partial
 from typing import Optional
 
-from ..config.cards import PRESETS, settings_of_card
+from ..config.cards import PRESETS
 from ..config.files import find_config_file
 from ..explain import Explanation, Help
-from ..explain.records import LoggedRun
 from ..explain.sources import read_runs
 from ..explain.text import answer_of_run, details_of
 from ..explain.verdict import explain_run, plan_for, predict_run
@@ -33,10 +32,8 @@ def explain(args: argparse.Namespace) -> None:
         partial(_lazy_job, args) if args.config_file else None,
     )
     check_plan_file(args.config_file, args.output)
-    if args.config_file is not None:
+    if args.config_file:
         check_lazy_options(args)
-    if args.card is not None:
-        settings_of_card(args.card)  # raises at once if there is none
     runs = read_runs(args.log)
     # The last run that died, or else the last.
     number = max(range(len(runs)), key=lambda i: (runs[i].oom is not None, i))
@@ -62,36 +59,24 @@ def explain(args: argparse.Namespace) -> None:
         Explanation(tuple(each)),
         answer,
         details_of(each, told),
-        _next_step(args, run, not told.not_rebuilt, plan) if is_on_card or plan else "",
+        _next_step(args, plan) if prediction and (is_on_card or plan) else "",
         keys=keys_as_yaml(dry.job, plan) if dry and plan else "",
-        steps=lambda: {"as it ran": dry.device.events(dry.whole())} if dry else {},
+        steps={"as it ran": dry} if dry else None,
         limit_gb=plan.budget_gb if plan else None,
     )
     if args.output and not writes:
         sys.exit(DOES_NOT_FIT)
 
 
-def _next_step(
-    args: argparse.Namespace, run: LoggedRun, is_rebuilt: bool, plan: Optional[Plan]
-) -> str:
-    explain = partial(next_step, command="explain", args=args)
-    if not is_rebuilt and run.is_lazy:
-        return explain("name the code of its model", config_file=run.config_file)
-    if not is_rebuilt and not (run.config_text or run.zoo_config):
-        return explain("give the folder of the run, with its config.yaml", log="OUTPUT_DIR")
-    if not is_rebuilt:
-        project = ["MODULE:FUNCTION"]
-        return explain("name the code of its model", project=project, trainer="MODULE:CLASS")
-    if plan is None:
-        return explain("plan for a card", card="8GB")
-    if not plan.fits:
+def _next_step(args: argparse.Namespace, plan: Optional[Plan]) -> str:
+    if plan and plan.fits and args.output:
+        return next_train(args, plan.estimate.num_gpus)
+    card = args.card if plan else "8GB"
+    if plan and not plan.fits:
         least = plan.smallest_budget_gb or 0.0
-        larger = next((card for card, gb in PRESETS.items() if gb >= least), "80GB")
-        return explain("plan for a larger card", card=larger)
-    if args.output is None:
-        output = "plan.py" if args.config_file else "plan.yaml"
-        return explain("write it to a file", output=output)
-    return next_train(args, plan.estimate.num_gpus)
+        card = next((card for card, gb in PRESETS.items() if gb >= least), "80GB")
+    file = "plan.py" if args.config_file else "plan.yaml"
+    return next_step("write a plan to a file", "explain", args, card=card, output=file)
 
 
 def _lazy_job(args: argparse.Namespace, ranks: int) -> Job:
