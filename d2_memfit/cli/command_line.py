@@ -14,9 +14,6 @@ from typing import Any, Optional
 
 from .. import __version__
 
-__all__ = ["COMMANDS", "OPTIONS", "OPTIONS_OF", "argument_parser", "command_parser"]
-__all__ += ["files_read", "main", "runner"]
-
 _DESCRIPTION = "Plan and train Detectron2 models within the available memory"
 COMMANDS = {
     "explain": "explain a log: what a run needed, why it died, and what would have fitted",

@@ -2,11 +2,9 @@
 """The command explain."""
 
 import argparse
-import sys
 from functools import partial
 from typing import Optional
 
-from ..config.cards import PRESETS
 from ..config.files import find_config_file
 from ..explain import Explanation, Help
 from ..explain.sources import read_runs
@@ -16,10 +14,8 @@ from ..job import Job, load_lazy_config
 from ..planner.plan import Plan
 from ..planner.plan_file import keys_as_yaml
 from .options import check_lazy_options, project_functions, trainer_of
-from .plan import DOES_NOT_FIT, check_plan_file, give_answer, next_train, write_plan
+from .plan import check_plan_file, give_answer, next_train, write_plan
 from .screen import next_step
-
-__all__ = ["explain"]
 
 
 def explain(args: argparse.Namespace) -> None:
@@ -59,23 +55,18 @@ def explain(args: argparse.Namespace) -> None:
         Explanation(tuple(each)),
         answer,
         details_of(each, told),
-        _next_step(args, plan) if prediction and (is_on_card or plan) else "",
+        _next_step(args, plan) if (plan.fits if plan else dry and is_on_card) else "",
         keys=keys_as_yaml(dry.job, plan) if dry and plan else "",
         steps={"as it ran": dry} if dry else None,
         limit_gb=plan.budget_gb if plan else None,
+        is_good=bool(writes or not args.output),
     )
-    if args.output and not writes:
-        sys.exit(DOES_NOT_FIT)
 
 
 def _next_step(args: argparse.Namespace, plan: Optional[Plan]) -> str:
-    if plan and plan.fits and args.output:
+    if plan and args.output:
         return next_train(args, plan.estimate.num_gpus)
-    card = args.card if plan else "8GB"
-    if plan and not plan.fits:
-        least = plan.smallest_budget_gb or 0.0
-        card = next((card for card, gb in PRESETS.items() if gb >= least), "80GB")
-    file = "plan.py" if args.config_file else "plan.yaml"
+    card, file = args.card if plan else "8GB", "plan.py" if args.config_file else "plan.yaml"
     return next_step("write a plan to a file", "explain", args, card=card, output=file)
 
 

@@ -24,9 +24,6 @@ from ..data.registration import register_coco
 from ..data.settings import fit_to_data, goes_with_data
 from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
-__all__ = ["Config", "check_lazy_options", "is_lazy", "job_of", "load_config", "load_lazy"]
-__all__ += ["load_yaml", "project_functions", "trainer_of"]
-
 Config = Union[CfgNode, DictConfig]
 
 
@@ -155,11 +152,11 @@ def opts_of_fit(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
     """KEY VALUE pairs for ``--fit``."""
     if not getattr(args, "fit", False):
         return []
-    has_budget = cfg.MEMFIT.BUDGET_GB is not None or cfg.MEMFIT.PRESET
-    budget = [] if has_budget else ["MEMFIT.BUDGET_GB", "auto"]
     # A plan turns on "split", where the model can be split.
-    fit = ["MEMFIT.OOM.POLICY", "split"] if args.eval_only else ["MEMFIT.PLAN.ENABLED", "True"]
-    return [*fit, *budget]
+    opts = ["MEMFIT.OOM.POLICY", "split"] if args.eval_only else ["MEMFIT.PLAN.ENABLED", "True"]
+    if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
+        opts += ["MEMFIT.BUDGET_GB", "auto"]
+    return opts
 
 
 def load_yaml(

@@ -23,11 +23,7 @@ from ..report import write_page
 from .options import Config, is_lazy, job_of, load_config
 from .screen import next_step, say, show, show_progress
 
-__all__ = ["DOES_NOT_FIT", "check_plan_file", "estimate", "give_answer", "next_plan", "next_train"]
-__all__ += ["plan", "write_plan"]
-
-DOES_NOT_FIT = 3  # exit status
-_LINES = 10  # of an answer, so that 15 are enough for all
+_NOT_DONE = 3  # exit status
 
 
 def estimate(args: argparse.Namespace) -> None:
@@ -74,20 +70,21 @@ def plan(args: argparse.Namespace) -> None:
 
     planned = job.with_settings(plan.settings)
     dry_job = DryJob(planned, device, evaluates=False, run=args.run)
-    if args.output is not None and plan.fits:  # who reads what is printed may end early
+    next_step = next_plan(args, plan.budget_gb) if plan.fits else ""
+    if args.output is not None and plan.fits:
         write_plan(args, cfg, plan)
+        next_step = next_train(args, args.num_gpus)
     give_answer(
         args,
         plan,
         text.answer_of_plan(plan),
         text.describe_plan(plan),
-        _next_step(args, plan),
+        next_step,
         keys=keys_as_yaml(job, plan),
         steps={"with the plan": dry_job},
         limit_gb=plan.budget_gb,
+        is_good=plan.fits,
     )
-    if not plan.fits:
-        sys.exit(DOES_NOT_FIT)
 
 
 def write_plan(args: argparse.Namespace, cfg: Config, plan: Plan) -> None:
@@ -107,6 +104,7 @@ def give_answer(
     keys: str = "",
     steps: Optional[Mapping[str, DryJob]] = None,
     limit_gb: Optional[float] = None,
+    is_good: bool = True,
 ) -> None:
     """Print the result of a command, as text or JSON, with its notes, and write its page.
 
@@ -117,6 +115,7 @@ def give_answer(
         keys: what to copy, for the page.
         steps: dry runs to draw, by name, in the page.
         limit_gb: a line through their pictures.
+        is_good: whether the command has done what was asked for. If not, it ends with status 3.
     """
     if args.notes:  # one for the answer, and all of them for the details
         answer += f"\n{text.first_of(args.notes, 200)}"
@@ -128,21 +127,23 @@ def give_answer(
     if getattr(args, "json", False):
         for note in args.notes:
             say(note)
-        show(json.dumps(asdict(result), indent=2))
-        return
-    answer = "\n".join(answer.splitlines()[:_LINES])
-    options = ("--details", "--json", "--html FILE") if hasattr(args, "html") else ("--details",)
-    more = f"\n\n{details}" if args.details else f"\nMore: {', '.join(options)}"
-    show("\n\n".join(filter(None, [answer + more, next_step])))
+        shown = json.dumps(asdict(result), indent=2)
+    else:
+        options = ["--details", *(["--json", "--html FILE"] if hasattr(args, "html") else [])]
+        more = f"\n\n{details}" if args.details else f"\nMore: {', '.join(options)}"
+        shown = "\n\n".join(filter(None, [answer + more, next_step]))
+    show(shown)
+    if not is_good:
+        sys.exit(_NOT_DONE)
 
 
-def next_plan(args: argparse.Namespace, budget_gb: Optional[float], **values: Any) -> str:
+def next_plan(args: argparse.Namespace, budget_gb: Optional[float]) -> str:
     """The line that plans for the job of a command. Without a budget, for its card, or for 6 GB."""
+    values: dict[str, Any] = {"output": "plan.py" if is_lazy(args.config_file) else "plan.yaml"}
     if budget_gb is None:
         device = str(getattr(args, "device", None))
         values["card"] = device if find_card(device) else "6GB"
-    file = "plan.py" if is_lazy(args.config_file) else "plan.yaml"
-    return next_step("plan, and write the plan to a file", "plan", args, output=file, **values)
+    return next_step("plan, and write the plan to a file", "plan", args, **values)
 
 
 def next_train(args: argparse.Namespace, num_gpus: int) -> str:
@@ -150,16 +151,6 @@ def next_train(args: argparse.Namespace, num_gpus: int) -> str:
     program = "python YOUR_SCRIPT.py" if args.trainer or args.project else ""
     options = argparse.Namespace(config_file=args.output, num_gpus=num_gpus, coco=args.coco)
     return f"Written: {args.output}\n{next_step('train it', 'train', options, program)}"
-
-
-def _next_step(args: argparse.Namespace, plan: Plan) -> str:
-    if plan.fits and args.output:
-        return next_train(args, args.num_gpus)
-    if plan.fits:
-        return next_plan(args, plan.budget_gb)
-    if plan.must_allow:
-        return next_plan(args, plan.budget_gb, allow=",".join(plan.must_allow))
-    return next_plan(args, plan.budget_gb, card=None, budget=plan.smallest_budget_gb)
 
 
 def check_plan_file(config_file: str, output: Optional[Path]) -> None:

@@ -29,8 +29,6 @@ from .command_line import files_read
 from .options import is_lazy, load_config, trainer_of
 from .screen import say, show
 
-__all__ = ["predict"]
-
 _INCOMPLETE = 3  # exit status
 
 

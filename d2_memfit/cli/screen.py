@@ -18,9 +18,6 @@ from tqdm import tqdm
 from ..common.errors import printable
 from .command_line import OPTIONS, OPTIONS_OF
 
-__all__ = ["end_progress", "escape", "leave_out_dumps", "next_step", "say", "show"]
-__all__ += ["show_progress"]
-
 _DUMPS = (
     *("Environment info", "Command line arguments", "Contents of args.config_file"),
     *("Running with full config", "Model:"),

@@ -44,8 +44,6 @@ from .command_line import argument_parser, files_read
 from .options import Config, check_lazy_options, is_lazy, load_lazy, load_yaml
 from .screen import leave_out_dumps, next_step, show
 
-__all__ = ["Trainer", "argument_parser", "run_script", "train"]
-
 logger = logging.getLogger(__name__)
 
 AddKeys = Sequence[Callable[[CfgNode], Any]]
@@ -59,8 +57,8 @@ class Trainer(MemfitTrainer):
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: Any = None) -> Any:
         """Build the evaluator that Detectron2's ``tools/train_net.py`` uses for the dataset."""
         into = {"output_dir": output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")}
-        sigmas = cfg.TEST.KEYPOINT_OKS_SIGMAS
         sem_seg = partial(evaluation.SemSegEvaluator, **into)
+        sigmas = cfg.TEST.KEYPOINT_OKS_SIGMAS
         coco = partial(evaluation.COCOEvaluator, kpt_oks_sigmas=sigmas, **into)
         panoptic = partial(evaluation.COCOPanopticEvaluator, **into)
         kinds: dict[str, list[Callable[[str], Any]]] = {

@@ -167,15 +167,6 @@ def test_progress_is_one_line_of_a_terminal_that_goes_away(is_terminal):
         assert shown == ""
 
 
-def test_all_that_is_printed_without_details_has_15_lines_at_most(capsys):
-    args = argparse.Namespace(html=None, details=False, notes=[])
-    answer = "\n".join(f"line {i}" for i in range(30))
-    give_answer(args, None, answer, "all", "Written: a\nNext, b:\n  c")
-    printed = capsys.readouterr().out
-    assert len(printed.splitlines()) == 15
-    assert printed.startswith("line 0\nline 1\n")
-
-
 @pytest.mark.parametrize(
     ("html", "details", "last"),
     [
