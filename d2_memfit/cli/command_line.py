@@ -114,6 +114,7 @@ def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
         help, arguments = OPTIONS[name]
         instead = _INSTEAD.get(f"{command} {name}", {})
         parser.add_argument(name, **{"help": help, **arguments, **instead})
+    parser.set_defaults(notes=[])  # lines about the config, for the log or the answer
 
 
 def command_parser() -> argparse.ArgumentParser:

@@ -49,7 +49,6 @@ def explain(args: argparse.Namespace) -> None:
     answer = answer_of_run(run, told, plan)
     if each[1:]:
         answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
-    args.notes = []
     give_answer(
         args,
         Explanation(tuple(each)),

@@ -44,7 +44,6 @@ def load_config(args: argparse.Namespace, more: Sequence[str] = (), runs: bool =
         more: KEY VALUE pairs of the command, before the user's.
         runs: as for :func:`load_yaml`.
     """
-    args.notes = []
     if is_lazy(args.config_file):
         check_lazy_options(args)
         project_functions(args)  # registers what the config names

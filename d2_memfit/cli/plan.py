@@ -67,9 +67,7 @@ def plan(args: argparse.Namespace) -> None:
         counts_objects=True,
         run=args.run,
     )
-
-    planned = job.with_settings(plan.settings)
-    dry_job = DryJob(planned, device, evaluates=False, run=args.run)
+    dry_job = DryJob(job.with_settings(plan.settings), device, evaluates=False, run=args.run)
     next_step = next_plan(args, plan.budget_gb) if plan.fits else ""
     if args.output is not None and plan.fits:
         write_plan(args, cfg, plan)

@@ -112,7 +112,7 @@ def prepare(
         ConfigError: a value cannot work, or another process trains in OUTPUT_DIR.
         CheckpointError: the weights or the checkpoint to resume cannot be read.
     """
-    ranks, trains, args.notes = world_size(args.num_gpus, args.num_machines), not args.eval_only, []
+    ranks, trains = world_size(args.num_gpus, args.num_machines), not args.eval_only
     cfg = None
     if is_lazy(args.config_file) and trainer is Trainer:
         check_lazy_options(args, "hold_out", "training_only")
@@ -222,17 +222,18 @@ def _train(
     args: argparse.Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]
 ) -> None:
     """Train, by a plan with ``--fit``, and say how to use the weights."""
-    folder = Path(keys.OUTPUT_DIR)
-    iterations: tuple[int, ...] = ()
+    folder, is_main = Path(keys.OUTPUT_DIR), comm.is_main_process()
+    if is_main:
+        logger.info("Environment, config and model are in %s", folder / "log.txt")
     if isinstance(cfg, DictConfig):
         trainer = _lazy_trainer(fit_config(cfg))
         trainer.checkpointer.resume_or_load(keys.MODEL.WEIGHTS, resume=args.resume)
         # The checkpoint has the iteration that was just finished.
         goes_on = args.resume and trainer.checkpointer.has_checkpoint()
-        iterations = trainer.iter + 1 if goes_on else 0, keys.SOLVER.MAX_ITER
+        trainer.train(trainer.iter + 1 if goes_on else 0, keys.SOLVER.MAX_ITER)
     else:
         planned = fit_config(cfg, trainer_class)
-        if planned is not cfg and comm.is_main_process():
+        if planned is not cfg and is_main:
             # For later evaluations, config.yaml has the plan too, but not the measured budget.
             kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
             with whole_file(folder / "config.yaml", "w") as file:
@@ -242,10 +243,8 @@ def _train(
         if cfg.TEST.AUG.ENABLED:
             test = partial(trainer.test_with_TTA, trainer.cfg, trainer.model)
             trainer.register_hooks([hooks.EvalHook(0, test)])
-    if comm.is_main_process():
-        logger.info("Environment, config and model are in %s", folder / "log.txt")
-    trainer.train(*iterations)
-    if comm.is_main_process():
+        trainer.train()
+    if is_main:
         config, weights = folder / "config.yaml", trainer.checkpointer.get_checkpoint_file()
         show(f"Written: {weights} (weights), {folder / 'metrics.json'}, {config}")
         if trainer_class is Trainer:  # a project's needs its code, too: docs/PREDICT.md
