@@ -70,6 +70,5 @@ def _next_step(args: argparse.Namespace, plan: Optional[Plan]) -> str:
 
 
 def _lazy_job(args: argparse.Namespace, ranks: int) -> Job:
-    sizes = {"image_size": args.image_size, "num_instances": args.instances}
     cfg = load_lazy_config(find_config_file(args.config_file, ".py"), [])
-    return Job.from_lazy(cfg, ranks, **sizes)
+    return Job.from_lazy(cfg, ranks, image_size=args.image_size, num_instances=args.instances)

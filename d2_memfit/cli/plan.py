@@ -23,8 +23,6 @@ from ..report import write_page
 from .options import Config, is_lazy, job_of, load_config
 from .screen import next_step, say, show, show_progress
 
-_NOT_DONE = 3  # exit status
-
 
 def estimate(args: argparse.Namespace) -> None:
     _, job, device = _asked(args)
@@ -132,7 +130,7 @@ def give_answer(
         shown = "\n\n".join(filter(None, [answer + more, next_step]))
     show(shown)
     if not is_good:
-        sys.exit(_NOT_DONE)
+        sys.exit(3)
 
 
 def next_plan(args: argparse.Namespace, budget_gb: Optional[float]) -> str:

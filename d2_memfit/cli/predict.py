@@ -29,8 +29,6 @@ from .command_line import files_read
 from .options import is_lazy, load_config, trainer_of
 from .screen import say, show
 
-_INCOMPLETE = 3  # exit status
-
 
 def predict(args: argparse.Namespace) -> None:
     Check("a number from 0 to 1", lambda value: 0 <= value <= 1)("--min-score", args.min_score)
@@ -69,7 +67,7 @@ def predict(args: argparse.Namespace) -> None:
     )
     if failures:
         say(f"{failures} of {len(files)} files were skipped or not finished")
-        sys.exit(_INCOMPLETE)
+        sys.exit(3)
 
 
 def _predictor(args: argparse.Namespace, files: Sequence[Path]) -> tuple[Predictor, CfgNode]:
