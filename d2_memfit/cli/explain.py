@@ -19,13 +19,9 @@ from .screen import next_step
 
 
 def explain(args: argparse.Namespace) -> None:
+    lazy = partial(_lazy_job, args) if args.config_file else None
     help = Help(
-        project_functions(args),
-        trainer_of(args),
-        args.coco,
-        args.image_size,
-        args.instances,
-        partial(_lazy_job, args) if args.config_file else None,
+        project_functions(args), trainer_of(args), args.coco, args.image_size, args.instances, lazy
     )
     check_plan_file(args.config_file, args.output)
     if args.config_file:
@@ -37,8 +33,7 @@ def explain(args: argparse.Namespace) -> None:
         predict_run(run, help) if args.json or i == number else (None, "")
         for i, run in enumerate(runs)
     ]
-    zipped = enumerate(zip(runs, predictions), 1)
-    each = [explain_run(f"run {i}", run, *of_run) for i, (run, of_run) in zipped]
+    each = [explain_run(f"run {i + 1}", run, *predictions[i]) for i, run in enumerate(runs)]
     run, (prediction, _), told = runs[number], predictions[number], each[number]
     is_on_card = run.oom.case != "host" if run.oom else run.ended not in ("diverged", "error")
     wants_plan = args.card or args.output or (is_on_card and not args.json)

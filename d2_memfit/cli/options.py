@@ -119,9 +119,8 @@ def find_function(name: str, option: str) -> Any:
 
 def job_of(args: argparse.Namespace, cfg: Config) -> Job:
     """Make the job of a config, with the trainer and the largest batch of the command line."""
-    batch = None
+    batch = find_function(args.batch, "--batch")(cfg) if args.batch else None
     if args.batch:
-        batch = find_function(args.batch, "--batch")(cfg)
         GivenBatches(batch)  # raises if it is not a batch
     sizes = {"image_size": args.image_size, "num_instances": args.instances}
     return Job.from_any(cfg, trainer_of(args), args.num_gpus, batch=batch, **sizes)

@@ -160,8 +160,6 @@ def check_plan_file(config_file: str, output: Optional[Path]) -> None:
 def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of a command."""
     cfg = load_config(args)
-    if args.probe and args.run:
-        raise ConfigError("--probe and --run: a measurement is not corrected, give one of them")
     if args.probe:
         use_expandable_segments()  # as in training under a budget, and before CUDA is started
     card = find_card(args.card or "")

@@ -73,8 +73,7 @@ class Trainer(MemfitTrainer):
         kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
         if kind not in kinds:
             raise NotImplementedError(
-                f"no evaluator for the dataset {dataset_name!r} with evaluator_type {kind!r}: "
-                "override build_evaluator of the trainer"
+                f"dataset {dataset_name!r} has evaluator_type {kind!r}: override build_evaluator"
             )
         return evaluation.DatasetEvaluators([make(dataset_name) for make in kinds[kind]])
 
@@ -112,8 +111,7 @@ def prepare(
         ConfigError: a value cannot work, or another process trains in OUTPUT_DIR.
         CheckpointError: the weights or the checkpoint to resume cannot be read.
     """
-    ranks, trains = world_size(args.num_gpus, args.num_machines), not args.eval_only
-    cfg = None
+    ranks, trains, cfg = world_size(args.num_gpus, args.num_machines), not args.eval_only, None
     if is_lazy(args.config_file) and trainer is Trainer:
         check_lazy_options(args, "hold_out", "training_only")
         keys = cfg_of_lazy(load_lazy(args))
