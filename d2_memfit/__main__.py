@@ -12,12 +12,9 @@ from .common.startup import ignore_warnings_of_libraries, import_dynamo_later, m
 def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # what the terminal's encoding lacks is escaped
         sys.stdout.reconfigure(errors="backslashreplace")
-    lacks = missing()
-    try:
-        args = command_parser().parse_args()  # help, version and errors, before PyTorch is imported
-    finally:
-        if lacks is not None:
-            print(lacks, file=sys.stderr)
+    if (lacks := missing()) is not None:
+        print(lacks, file=sys.stderr)
+    args = command_parser().parse_args()  # help, version and errors, before PyTorch is imported
     if lacks is not None:
         sys.exit(2)
     if args.command in ("estimate", "explain", "plan"):

@@ -120,11 +120,7 @@ def test_the_commands_of_getting_started(checkout):
     assert (output / "model_final.pth").exists()
     assert "Total inference time" in trained
     assert "Total inference time" in evaluated
-    coco, weights = "--coco my_val output/mine/val.json images/", "output/mine/model_final.pth"
-    assert (
-        f"--config-file output/mine/config.yaml {coco} --weights {weights}"
-        in (evaluated.partition("Written: output/mine/inference (results)\nNext")[2])
-    )
+    assert "Written: output/mine/inference (results)" in evaluated
     assert "Written: found/pictures, found/coco_instances_results.json, found/images.json" in drawn
     of_val = json.loads((output / "val.json").read_text())["images"]
     in_val = {os.path.basename(image["file_name"]) for image in of_val}

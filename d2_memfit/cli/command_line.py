@@ -14,13 +14,7 @@ from typing import Any, Optional
 
 from .. import __version__
 
-__all__ = ["COMMANDS", "OPTIONS", "OPTIONS_OF", "argument_parser", "command_parser"]
-__all__ += ["files_read", "main", "runner"]
-
-_DESCRIPTION = (
-    "Train Detectron2 models within the available memory. Before training, and without a GPU, "
-    "estimate what a job needs, and plan how to make it fit."
-)
+_DESCRIPTION = "Plan and train Detectron2 models within the available memory"
 COMMANDS = {
     "explain": "explain a log: what a run needed, why it died, and what would have fitted",
     "estimate": "estimate the memory that a job needs",
@@ -28,21 +22,9 @@ COMMANDS = {
     "doctor": "test what works with a job, by small iterations on the CPU",
     "predict": "find objects in images and videos with a trained model",
     "measure-gpu": "measure this machine's GPU, and compare it with what estimates expect",
-    "train": "train or evaluate",
+    "train": "train or evaluate, as Detectron2's tools/train_net.py, with more keys",
 }
 _MODULES = {"estimate": "plan", "measure-gpu": "doctor"}  # of a command with another name
-_TRAIN = """Detectron2's tools/train_net.py, with the keys of d2_memfit.
-
-    d2-memfit train --config-file FILE --fit --coco NAME JSON IMAGE_DIR ...
-    d2-memfit train --config-file FILE [--num-gpus N] [--resume] [--eval-only] [KEY VALUE ...]
-    torchrun --nproc-per-node N -m d2_memfit train --config-file FILE
-
-FILE is a file, or the name of a config in Detectron2's model zoo or ours. A LazyConfig, which ends
-in .py, takes path.key=value; MEMFIT.OOM.POLICY is train.memfit.oom.policy: docs/CONFIG.md
-
-Without a GPU it trains on the CPU, on N processes with --num-gpus N. A project trains by its own
-script: docs/YOUR_PROJECT.md
-"""
 
 
 def positive_int(text: str) -> int:
@@ -52,21 +34,17 @@ def positive_int(text: str) -> int:
 
 
 def height_width(text: str) -> tuple[int, int]:
-    sides = text.lower().replace("x", ",").split(",")
-    if len(sides) != 2:
-        what = "a height and a width in pixels, such as 800,1333"
-        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
-    return positive_int(sides[0].strip()), positive_int(sides[1].strip())
+    height, width = text.lower().replace("x", ",").split(",")
+    return positive_int(height.strip()), positive_int(width.strip())
 
 
 _FLAG: dict[str, Any] = {"action": "store_true"}
 _INT: dict[str, Any] = {"type": positive_int}
+_NAME: dict[str, Any] = {"metavar": "FILE"}
 _FILE: dict[str, Any] = {"type": Path, "metavar": "FILE"}
 _FUNCTION: dict[str, Any] = {"metavar": "MODULE:FUNCTION"}
 _COCO: dict[str, Any] = {"nargs": 3, "metavar": ("NAME", "JSON", "IMAGE_DIR")}
 _MANY: dict[str, Any] = {"action": "append", "default": []}
-_USER = os.getuid() if hasattr(os, "getuid") else 1
-_PORT = 2**15 + 2**14 + hash(_USER) % 2**14  # Detectron2's
 # Each option: its help, and arguments of add_argument.
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--allow": ("tiers that a plan may use: exact,precision,recipe", {"metavar": "TIERS"}),
@@ -74,10 +52,10 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--budget": ("device memory in GB, such as 5.2; auto: what is free here", {"metavar": "GB"}),
     "--card": ("a card by its memory, 6GB, or its name, 'RTX 3060 Laptop'", {"metavar": "CARD"}),
     "--coco": ("a dataset to register; the first is for training", {**_COCO, **_MANY}),
-    "--config-file": ("a file, or a name in a zoo; a LazyConfig is .py", {"metavar": "FILE"}),
+    "--config-file": ("a file, or a name in a zoo; a LazyConfig is .py", {**_NAME, "default": ""}),
     "--details": ("print all that is known", _FLAG),
     "--device": ("a card (rtx_3060, t4, a100, ...), cuda, or cpu", {}),
-    "--dist-url": ("address of the first machine", {"default": f"tcp://127.0.0.1:{_PORT}"}),
+    "--dist-url": ("address of the first of several machines", {"default": "auto"}),
     "--eval-only": ("evaluate, and do not train", _FLAG),
     "--fit": ("make the job fit this machine, or --budget or --card, by a plan", _FLAG),
     "--hold-out": ("evaluate on this share of --coco, such as 0.2", {"type": float}),
@@ -104,9 +82,9 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "--tile-size": ("cut images into overlapping tiles of this size, in pixels", _INT),
     "--trainer": ("the class that trains: train_net:Trainer", {"metavar": "MODULE:CLASS"}),
     "--training-only": ("without evaluation and its memory", _FLAG),
-    "--weights": ("trained weights (default: the last of the run)", {"metavar": "FILE"}),
+    "--weights": ("trained weights (default: the last of the run)", _NAME),
     "log": ("a log.txt, the output of a console, a notebook, or an OUTPUT_DIR", {"type": Path}),
-    "opts": ("KEY VALUE pairs of the config; key=value for .py", {"nargs": "*"}),
+    "opts": ("KEY VALUE pairs of the config, docs/CONFIG.md; key=value for .py", {"nargs": "*"}),
 }
 _PROJECT = "--config-file --project --trainer --coco --card"
 _JOB = f"{_PROJECT} --num-gpus --batch --image-size --instances --details"
@@ -119,17 +97,14 @@ OPTIONS_OF = {
     "doctor": f"{_JOB} opts",
     "predict": f"{_PROJECT} --budget --weights --input --output --overwrite --tile-size "
     "--min-score opts",
-    "measure-gpu": "--device --seconds --output --items --small",
+    "measure-gpu": "--seconds --output --items --small",
     "train": "--config-file --resume --eval-only --num-gpus --num-machines --machine-rank "
     "--dist-url --fit --budget --card --training-only --hold-out --coco opts",
 }
 # What differs in a command.
 _INSTEAD: dict[str, dict[str, Any]] = {
-    "explain --config-file": {"default": None, "help": "the LazyConfig of the log, which is run"},
-    "explain --card": {"help": "plan for this card (default: that of the log)"},
     "predict --output": {"default": Path("predictions"), "help": "folder (predictions)"},
     "measure-gpu --output": {"default": Path("measured.jsonl"), "help": "file of the records"},
-    "measure-gpu --device": {"default": "cuda:0", "help": "the GPU (cuda:0)"},
     "train opts": {"nargs": argparse.REMAINDER},
 }
 
@@ -137,9 +112,9 @@ _INSTEAD: dict[str, dict[str, Any]] = {
 def _add_options(parser: argparse.ArgumentParser, command: str) -> None:
     for name in OPTIONS_OF[command].split():
         help, arguments = OPTIONS[name]
-        default = {"default": ""} if name == "--config-file" else {}
         instead = _INSTEAD.get(f"{command} {name}", {})
-        parser.add_argument(name, **{"help": help, **default, **arguments, **instead})
+        parser.add_argument(name, **{"help": help, **arguments, **instead})
+    parser.set_defaults(notes=[])  # lines about the config, for the log or the answer
 
 
 def command_parser() -> argparse.ArgumentParser:
@@ -148,10 +123,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"d2_memfit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in COMMANDS.items():
-        epilog = _TRAIN if name == "train" else None
-        raw = argparse.RawDescriptionHelpFormatter
-        command = commands.add_parser(name, help=text, epilog=epilog, formatter_class=raw)
-        _add_options(command, name)
+        _add_options(commands.add_parser(name, help=text, description=text), name)
     return parser
 
 
@@ -162,15 +134,14 @@ def argument_parser(usage: Optional[str] = None) -> argparse.ArgumentParser:
         usage: the text under the options in its help.
     """
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(epilog=usage or _TRAIN, formatter_class=raw)
+    parser = argparse.ArgumentParser(epilog=usage, formatter_class=raw)
     _add_options(parser, "train")
     return parser
 
 
 def files_read(args: argparse.Namespace) -> list[str]:
     """The files that a command's options name, without its outputs."""
-    options = ("config_file", "device", "input", "weights", "log")
-    named = [getattr(args, option, None) for option in options]
+    named = [getattr(args, option, None) for option in ("config_file", "input", "weights", "log")]
     return [str(file) for file in [*named, *(json for _, json, _ in args.coco)] if file]
 
 
@@ -190,13 +161,9 @@ def runner() -> Callable[[argparse.Namespace], None]:
 def _run(args: argparse.Namespace) -> None:
     from unittest.mock import patch
 
-    from ..common.errors import ConfigError
     from ..common.files import check_outputs
-    from ..engine.launch import world_size
     from .screen import end_progress
 
-    if args.command != "train" and world_size(1) > 1:
-        raise ConfigError(f"{args.command} runs in one process: start it without torchrun")
     if hasattr(args, "html"):
         outputs = [path for path in (getattr(args, "output", None), args.html) if path]
         check_outputs(outputs, files_read(args), args.overwrite)

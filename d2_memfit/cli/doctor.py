@@ -2,7 +2,6 @@
 """The commands doctor and measure-gpu, which test."""
 
 import argparse
-import sys
 from functools import partial
 from typing import Any
 
@@ -12,20 +11,15 @@ from .options import job_of, load_config, trainer_of
 from .plan import give_answer, next_plan
 from .screen import show, show_progress
 
-__all__ = ["doctor", "measure_gpu"]
-
-_UNWELL = 3  # exit status
-
 
 def doctor(args: argparse.Namespace) -> None:
     job, trainer = _job_and_trainer(args)
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     findings = [*examine(job, trainer, remake, lambda what: show_progress(f"Checking: {what}"))]
     is_well = all(finding.is_well is not False for finding in findings)
-    details, next_step = "\n".join(map(str, findings)), next_plan(args) if is_well else ""
-    give_answer(args, findings, answer_of_findings(findings), details, next_step)
-    if not is_well:
-        sys.exit(_UNWELL)
+    answer, details = answer_of_findings(findings), "\n".join(map(str, findings))
+    next_step = next_plan(args, job.budget_gb) if is_well else ""
+    give_answer(args, findings, answer, details, next_step, is_good=is_well)
 
 
 def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
@@ -35,5 +29,5 @@ def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
 def measure_gpu(args: argparse.Namespace) -> None:
     from .. import measure
 
-    for text in measure.measure_gpu(args.device, args.seconds, args.output, args.items, args.small):
+    for text in measure.measure_gpu("cuda:0", args.seconds, args.output, args.items, args.small):
         show(text)

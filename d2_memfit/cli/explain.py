@@ -2,14 +2,11 @@
 """The command explain."""
 
 import argparse
-import sys
 from functools import partial
 from typing import Optional
 
-from ..config.cards import PRESETS, settings_of_card
 from ..config.files import find_config_file
 from ..explain import Explanation, Help
-from ..explain.records import LoggedRun
 from ..explain.sources import read_runs
 from ..explain.text import answer_of_run, details_of
 from ..explain.verdict import explain_run, plan_for, predict_run
@@ -17,26 +14,18 @@ from ..job import Job, load_lazy_config
 from ..planner.plan import Plan
 from ..planner.plan_file import keys_as_yaml
 from .options import check_lazy_options, project_functions, trainer_of
-from .plan import DOES_NOT_FIT, check_plan_file, give_answer, next_train, write_plan
+from .plan import check_plan_file, give_answer, next_train, write_plan
 from .screen import next_step
-
-__all__ = ["explain"]
 
 
 def explain(args: argparse.Namespace) -> None:
+    lazy = partial(_lazy_job, args) if args.config_file else None
     help = Help(
-        project_functions(args),
-        trainer_of(args),
-        args.coco,
-        args.image_size,
-        args.instances,
-        partial(_lazy_job, args) if args.config_file else None,
+        project_functions(args), trainer_of(args), args.coco, args.image_size, args.instances, lazy
     )
     check_plan_file(args.config_file, args.output)
-    if args.config_file is not None:
+    if args.config_file:
         check_lazy_options(args)
-    if args.card is not None:
-        settings_of_card(args.card)  # raises at once if there is none
     runs = read_runs(args.log)
     # The last run that died, or else the last.
     number = max(range(len(runs)), key=lambda i: (runs[i].oom is not None, i))
@@ -44,8 +33,7 @@ def explain(args: argparse.Namespace) -> None:
         predict_run(run, help) if args.json or i == number else (None, "")
         for i, run in enumerate(runs)
     ]
-    zipped = enumerate(zip(runs, predictions), 1)
-    each = [explain_run(f"run {i}", run, *of_run) for i, (run, of_run) in zipped]
+    each = [explain_run(f"run {i + 1}", run, *predictions[i]) for i, run in enumerate(runs)]
     run, (prediction, _), told = runs[number], predictions[number], each[number]
     is_on_card = run.oom.case != "host" if run.oom else run.ended not in ("diverged", "error")
     wants_plan = args.card or args.output or (is_on_card and not args.json)
@@ -56,45 +44,26 @@ def explain(args: argparse.Namespace) -> None:
     answer = answer_of_run(run, told, plan)
     if each[1:]:
         answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
-    args.notes = []
     give_answer(
         args,
         Explanation(tuple(each)),
         answer,
         details_of(each, told),
-        _next_step(args, run, not told.not_rebuilt, plan) if is_on_card or plan else "",
+        _next_step(args, plan) if (plan.fits if plan else dry and is_on_card) else "",
         keys=keys_as_yaml(dry.job, plan) if dry and plan else "",
-        steps=lambda: {"as it ran": dry.device.events(dry.whole())} if dry else {},
+        steps={"as it ran": dry} if dry else None,
         limit_gb=plan.budget_gb if plan else None,
+        is_good=bool(writes or not args.output),
     )
-    if args.output and not writes:
-        sys.exit(DOES_NOT_FIT)
 
 
-def _next_step(
-    args: argparse.Namespace, run: LoggedRun, is_rebuilt: bool, plan: Optional[Plan]
-) -> str:
-    explain = partial(next_step, command="explain", args=args)
-    if not is_rebuilt and run.is_lazy:
-        return explain("name the code of its model", config_file=run.config_file)
-    if not is_rebuilt and not (run.config_text or run.zoo_config):
-        return explain("give the folder of the run, with its config.yaml", log="OUTPUT_DIR")
-    if not is_rebuilt:
-        project = ["MODULE:FUNCTION"]
-        return explain("name the code of its model", project=project, trainer="MODULE:CLASS")
-    if plan is None:
-        return explain("plan for a card", card="8GB")
-    if not plan.fits:
-        least = plan.smallest_budget_gb or 0.0
-        larger = next((card for card, gb in PRESETS.items() if gb >= least), "80GB")
-        return explain("plan for a larger card", card=larger)
-    if args.output is None:
-        output = "plan.py" if args.config_file else "plan.yaml"
-        return explain("write it to a file", output=output)
-    return next_train(args, plan.estimate.num_gpus)
+def _next_step(args: argparse.Namespace, plan: Optional[Plan]) -> str:
+    if plan and args.output:
+        return next_train(args, plan.estimate.num_gpus)
+    card, file = args.card if plan else "8GB", "plan.py" if args.config_file else "plan.yaml"
+    return next_step("write a plan to a file", "explain", args, card=card, output=file)
 
 
 def _lazy_job(args: argparse.Namespace, ranks: int) -> Job:
-    sizes = {"image_size": args.image_size, "num_instances": args.instances}
     cfg = load_lazy_config(find_config_file(args.config_file, ".py"), [])
-    return Job.from_lazy(cfg, ranks, **sizes)
+    return Job.from_lazy(cfg, ranks, image_size=args.image_size, num_instances=args.instances)

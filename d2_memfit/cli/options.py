@@ -3,18 +3,16 @@
 
 import argparse
 import importlib
-import inspect
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
 from detectron2.config import CfgNode
 from omegaconf import DictConfig
 
-from ..common.checks import value_of
+from ..common.checks import usable_device, value_of
 from ..common.errors import ConfigError
 from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
@@ -23,17 +21,10 @@ from ..config.load import load_cfg, merge_opts
 from ..config.settings import check_settings
 from ..data.coco_file import check_coco_file
 from ..data.registration import register_coco
-from ..data.settings import Setting, fit_to_data, goes_with_data
+from ..data.settings import fit_to_data, goes_with_data
 from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
-__all__ = ["Config", "budget_keys", "check_lazy_options", "find_function", "is_lazy", "job_of"]
-__all__ += ["load_config", "load_lazy", "opts_of_budget", "opts_of_fit", "project_functions"]
-__all__ += ["trainer_of", "with_data"]
-
 Config = Union[CfgNode, DictConfig]
-
-_BUDGET = re.compile(r"\+?(train\.)?memfit\.(budget_gb|preset)\b", re.IGNORECASE)
-_ADDS_KEYS = re.compile(r"add_\w*config")  # as projects name such a function
 
 
 def is_lazy(config_file: str) -> bool:
@@ -41,26 +32,24 @@ def is_lazy(config_file: str) -> bool:
     file = Path(config_file)
     if file.suffix != ".yaml" or not file.is_file():
         return file.suffix == ".py"
-    with file.open(errors="replace") as f:
-        return any(line.startswith("dataloader:") for line in f.read(2**20).splitlines())
+    return "\ndataloader:" in "\n" + file.read_text(errors="replace")
 
 
-def load_config(args: argparse.Namespace, more: Sequence[str] = ()) -> Config:
+def load_config(args: argparse.Namespace, more: Sequence[str] = (), runs: bool = False) -> Config:
     """Load the config of the command line, with its budget and what follows from ``--coco``.
 
     ``args.notes`` gets a line for each setting from the data.
 
     Args:
         more: KEY VALUE pairs of the command, before the user's.
+        runs: as for :func:`load_yaml`.
     """
-    args.notes = []
     if is_lazy(args.config_file):
         check_lazy_options(args)
         project_functions(args)  # registers what the config names
-        return load_lazy(args, more)
-    opts = [*opts_of_budget(args), *more, *args.opts]
-    recipe = load_cfg(args.config_file, (), project_functions(args), opts)
-    return with_data(recipe, args, opts, trains=bool(args.coco))  # the job checks the rest
+        return load_lazy(args, more, runs)
+    add_keys = project_functions(args)
+    return load_yaml(args, add_keys, more, trains=bool(args.coco), runs=runs)  # the job checks more
 
 
 def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
@@ -75,15 +64,7 @@ def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
     if not trainer_of(args) or given:
         return given
     names = vars(sys.modules[args.trainer.partition(":")[0]])
-    return [v for name, v in names.items() if _ADDS_KEYS.fullmatch(name) and _takes_a_config(v)]
-
-
-def _takes_a_config(function: Any) -> bool:
-    try:
-        inspect.signature(function).bind("cfg")
-    except (TypeError, ValueError):
-        return False
-    return True
+    return [v for n, v in names.items() if n.startswith("add_") and n.endswith("config")]
 
 
 def check_lazy_options(args: argparse.Namespace, *others: str) -> None:
@@ -96,12 +77,15 @@ def check_lazy_options(args: argparse.Namespace, *others: str) -> None:
             )
 
 
-def load_lazy(args: argparse.Namespace, more: Sequence[str] = ()) -> DictConfig:
+def load_lazy(args: argparse.Namespace, more: Sequence[str] = (), runs: bool = True) -> DictConfig:
     """Load the LazyConfig of the command line, with its budget, as :func:`load_config`."""
     args.config_file = find_config_file(args.config_file, ".py")
     cfg = load_lazy_config(args.config_file, args.opts)
     cfg = _with_opts(cfg, [*opts_of_budget(args), *more])
-    return _with_opts(cfg, opts_of_fit(cfg_of_lazy(cfg), args))
+    cfg = _with_opts(cfg, opts_of_fit(cfg_of_lazy(cfg), args))
+    if runs:
+        cfg.train.device = usable_device(cfg.train.device)
+    return cfg
 
 
 def _with_opts(cfg: DictConfig, opts: Sequence[str]) -> DictConfig:
@@ -113,7 +97,7 @@ def trainer_of(args: argparse.Namespace) -> Any:
     return find_function(args.trainer, "--trainer") if args.trainer else None
 
 
-def find_function(name: str, option: str) -> Callable[..., Any]:
+def find_function(name: str, option: str) -> Any:
     """Find the object named MODULE:NAME. Importing its module registers the project's models.
 
     Args:
@@ -122,23 +106,21 @@ def find_function(name: str, option: str) -> Callable[..., Any]:
     Raises:
         ConfigError: there is no such module or function, or the module cannot be imported.
     """
-    module_name, _, function_name = name.partition(":")
+    module, _, attribute = name.partition(":")
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+        return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as e:  # a project's code may raise anything
         raise ConfigError(
             f"{option} must be MODULE:NAME, such as train_net:Trainer, got {name!r}, which cannot "
             f"be imported ({type(e).__name__}: {e}). If it is in another folder, add --project "
             "FOLDER"
         ) from e
-    return found
 
 
 def job_of(args: argparse.Namespace, cfg: Config) -> Job:
     """Make the job of a config, with the trainer and the largest batch of the command line."""
-    batch = None
+    batch = find_function(args.batch, "--batch")(cfg) if args.batch else None
     if args.batch:
-        batch = find_function(args.batch, "--batch")(cfg)
         GivenBatches(batch)  # raises if it is not a batch
     sizes = {"image_size": args.image_size, "num_instances": args.instances}
     return Job.from_any(cfg, trainer_of(args), args.num_gpus, batch=batch, **sizes)
@@ -153,43 +135,38 @@ def opts_of_budget(args: argparse.Namespace) -> list[str]:
     budget = getattr(args, "budget", None)
     options = {"--card": args.card, "--budget": budget}
     given = [f"{name} {value}" for name, value in options.items() if value is not None]
-    given += budget_keys(args.opts) if given else []
+    given += [key for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET") if given and key in args.opts]
     if given[1:]:
         raise ConfigError(f"{' and '.join(given)}: give only one")
     if args.card is not None:
-        return [str(part) for setting in settings_of_card(args.card).items() for part in setting]
+        return _opts(settings_of_card(args.card))
     if budget is None:
         return []
     on_cpu = budget == "auto" and getattr(args, "device", None) == "cpu"
     return ["MEMFIT.BUDGET_GB", str(budget), *(["MODEL.DEVICE", "cpu"] if on_cpu else [])]
 
 
-def budget_keys(opts: Sequence[str]) -> list[str]:
-    """Those of a user's pairs, or of a LazyConfig's overrides, that set a budget."""
-    return [word for word in opts if _BUDGET.match(word)]
-
-
 def opts_of_fit(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
-    """KEY VALUE pairs for ``--fit``, without those that the user gives."""
+    """KEY VALUE pairs for ``--fit``."""
     if not getattr(args, "fit", False):
         return []
     # A plan turns on "split", where the model can be split.
-    opts = {"MEMFIT.OOM.POLICY": "split"} if args.eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
+    opts = ["MEMFIT.OOM.POLICY", "split"] if args.eval_only else ["MEMFIT.PLAN.ENABLED", "True"]
     if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
-        opts["MEMFIT.BUDGET_GB"] = "auto"
-    return [text for pair in opts.items() if pair[0] not in args.opts for text in pair]
+        opts += ["MEMFIT.BUDGET_GB", "auto"]
+    return opts
 
 
-def with_data(
-    recipe: CfgNode,
+def load_yaml(
     args: argparse.Namespace,
-    opts: Sequence[str],
+    add_keys: Sequence[Callable[..., Any]],
+    more: Sequence[str] = (),
     *,
     trains: bool,
     ranks: Optional[int] = None,
-    reads_images: bool = False,
+    runs: bool = False,
 ) -> CfgNode:
-    """Complete a config with options and with settings from the datasets of ``--coco``.
+    """Load a yaml config with its budget, and complete it from the datasets of ``--coco``.
 
     It is checked before the datasets are read. Only keys that the user has not given are set.
     Values in a file for other datasets do not apply to these. A plan made for COCO also applies to
@@ -197,54 +174,46 @@ def with_data(
     from the data.
 
     Args:
-        recipe: the config of ``--config-file``, which is left as it is.
-        opts: as for :func:`~d2_memfit.config.load.load_cfg`.
+        add_keys: as for :func:`~d2_memfit.config.load.load_cfg`.
+        more: KEY VALUE pairs of the command, before the user's.
         trains, ranks: as for :func:`~d2_memfit.config.settings.check_settings`.
-        reads_images: whether images must exist, or only the annotations.
+        runs: whether the model runs here: on the CPU if there is no GPU, and with the images of
+            datasets, which an estimate does not need.
     """
-    coco, names = args.coco, [name for name, _, _ in args.coco]
-    for name, *files in coco:
-        if names.count(name) > 1 or not name.isprintable():
-            raise ConfigError(f"--coco {name!r} is given twice or not printable: use another name")
-        register_coco(name, *files)
+    opts = [*opts_of_budget(args), *more, *args.opts]
+    cfg = load_cfg(args.config_file, (), add_keys, opts)
+    names = [name for name, _, _ in args.coco]
+    for dataset in args.coco:
+        register_coco(*dataset)
     given = set(opts[::2])
-    if coco and args.config_file:
+    if names and args.config_file:
         of_file = keys_in_own_files(find_config_file(args.config_file))
         names_others = bool({"DATASETS.TRAIN", "DATASETS.TEST"} & of_file)
-        if names_others and not {*recipe.DATASETS.TRAIN, *recipe.DATASETS.TEST} & set(names):
+        if names_others and not {*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST} & set(names):
             of_file = {key for key in of_file if not goes_with_data(key)}
         given |= of_file
-    settings = _roles(names, given, trains) if coco else []
-    cfg = recipe.clone()
-    merge_opts(cfg, [*_opts_of(settings), *opts])
+    others = names[1:] if names[1:] or trains else names
+    roles = {"DATASETS.TRAIN": tuple(names[:1]), "DATASETS.TEST": tuple(others)}
+    new = {key: value for key, value in roles.items() if names and key not in given}
+    merge_opts(cfg, [*_opts(new), *opts])
     check_settings(cfg, ranks, trains)
-    train, test = [], []
-    for name, json_file, image_dir in coco:
-        is_trained, is_tested = trains and name in cfg.DATASETS.TRAIN, name in cfg.DATASETS.TEST
-        if is_trained or is_tested:
-            if not reads_images and not Path(image_dir).is_dir():
-                why = f"{image_dir} does not exist here. Training needs the images of {name}"
-                settings.append(Setting("", None, why))
+    files = {}
+    for name, json_file, image_dir in args.coco:
+        is_trained = trains and name in cfg.DATASETS.TRAIN
+        if is_trained or name in cfg.DATASETS.TEST:
             needs_objects = is_trained and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
-            folder = image_dir if reads_images else None
-            file = check_coco_file(name, json_file, folder, needs_objects)
-            train += [file] if is_trained else []
-            test += [file] if is_tested else []
-    of_data = fit_to_data(cfg, train, test, given)
-    merge_opts(cfg, _opts_of(of_data))
-    complaints_first = sorted([*settings, *of_data], key=lambda setting: bool(setting.key))
-    args.notes += [f"From the data: {setting}" for setting in complaints_first]
+            folder = image_dir if runs else None
+            files[name] = check_coco_file(name, json_file, folder, needs_objects)
+    train = [files[name] for name in cfg.DATASETS.TRAIN if trains and name in files]
+    test = [files[name] for name in cfg.DATASETS.TEST if name in files]
+    settings = fit_to_data(cfg, train, test, given)
+    merge_opts(cfg, _opts({s.key: s.value for s in settings if s.key}))
+    args.notes += [f"From the data: {setting}" for setting in settings]
+    merge_opts(cfg, opts_of_fit(cfg, args))
+    if runs:
+        cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
     return cfg
 
 
-def _opts_of(settings: Sequence[Setting]) -> list[str]:
-    return [text for s in settings if s.key for text in (s.key, str(s.value))]
-
-
-def _roles(names: Sequence[str], given: set[str], trains: bool) -> list[Setting]:
-    """Settings that choose the datasets for training and evaluation, unless DATASETS is given."""
-    others = names[1:] if len(names) > 1 or trains else names
-    why = "those of --coco" + ", except the first" * (len(others) < len(names))
-    roles = [Setting("DATASETS.TRAIN", (names[0],), "the first of --coco")] if trains else []
-    roles.append(Setting("DATASETS.TEST", tuple(others), why))
-    return [role for role in roles if role.key not in given]
+def _opts(settings: Mapping[str, Any]) -> list[str]:
+    return [str(part) for setting in settings.items() for part in setting]

@@ -5,46 +5,44 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional, Union
+from typing import Union
 from unittest.mock import patch
 
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
-from omegaconf import DictConfig
 
 from ..common import GB
-from ..common.checks import Check, usable_device, whole
+from ..common.checks import Check
 from ..common.errors import ConfigError
 from ..common.files import check_outputs
-from ..data.coco_file import CocoFile, check_coco_file
+from ..data.coco_file import check_coco_file
 from ..data.registration import register_coco
 from ..data.settings import check_classes
 from ..engine.evaluating import evaluating
 from ..engine.oom_log import logger as recovery
+from ..job import Job
 from ..memory import device_memory, use_expandable_segments
 from ..predict.files import FilePrediction, metadata_of, outputs_of
 from ..predict.images import find_files
 from ..predict.predictor import Predictor, weights_of
 from .command_line import files_read
-from .options import is_lazy, job_of, load_config
+from .options import is_lazy, load_config, trainer_of
 from .screen import say, show
-
-__all__ = ["predict"]
-
-_INCOMPLETE = 3  # exit status
 
 
 def predict(args: argparse.Namespace) -> None:
     Check("a number from 0 to 1", lambda value: 0 <= value <= 1)("--min-score", args.min_score)
-    if args.tile_size is not None:
-        whole(16)("--tile-size", args.tile_size)
-    dataset = _dataset_of(args)
+    dataset, files = None, []
+    if args.coco:
+        name, json_file, image_dir = args.coco[0]
+        register_coco(name, json_file, image_dir)
+        folder = None if args.input else image_dir
+        dataset = check_coco_file(name, json_file, folder, for_training=False)
+        images = DatasetCatalog.get(name)  # which reads the names of its classes
+        files = [*dict.fromkeys(Path(d["file_name"]) for d in images)]  # one may be listed twice
     if args.input is not None:
         files = find_files(args.input)
-    elif dataset is not None:
-        # A file may be listed twice.
-        files = [*dict.fromkeys(Path(d["file_name"]) for d in DatasetCatalog.get(dataset.name))]
-    else:
+    if not files:
         raise ConfigError(
             "--input: name an image, a video or a folder of them. Or leave it out and name images "
             "with --coco NAME JSON IMAGE_DIR"
@@ -69,32 +67,16 @@ def predict(args: argparse.Namespace) -> None:
     )
     if failures:
         say(f"{failures} of {len(files)} files were skipped or not finished")
-        sys.exit(_INCOMPLETE)
-
-
-def _dataset_of(args: argparse.Namespace) -> Optional[CocoFile]:
-    """Register and check the first dataset of ``--coco``; without ``--input``, its images too."""
-    if not args.coco:
-        return None
-    name, json_file, image_dir = args.coco[0]
-    register_coco(name, json_file, image_dir)
-    file = check_coco_file(name, json_file, None if args.input else image_dir, for_training=False)
-    DatasetCatalog.get(name)  # which reads the names of its classes
-    return file
+        sys.exit(3)
 
 
 def _predictor(args: argparse.Namespace, files: Sequence[Path]) -> tuple[Predictor, CfgNode]:
     """Make the predictor of images and videos, and the config of its job; check the outputs."""
     # In training, --coco sets classes and schedule. Here the config has them already.
-    none: dict[str, Any] = {"batch": None, "image_size": None, "instances": None}
-    without_data = argparse.Namespace(**{**vars(args), **none, "coco": [], "num_gpus": 1})
+    without_data = argparse.Namespace(**{**vars(args), "coco": []})
     own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
-    config = load_config(without_data, own)
-    if isinstance(config, DictConfig):
-        config.train.device = usable_device(config.train.device)
-    else:
-        config.MODEL.DEVICE = usable_device(config.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
-    job = job_of(without_data, config)
+    config = load_config(without_data, own, runs=True)
+    job = Job.from_any(config, trainer_of(args), ranks=1)
     weights = job.cfg.MODEL.WEIGHTS
     given = args.weights or (weights if "MODEL.WEIGHTS" in args.opts[::2] else None)
     weights = weights_of(args.config_file, weights, given)

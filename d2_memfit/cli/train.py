@@ -2,11 +2,9 @@
 """The command train: one run of a yaml config or a LazyConfig, on all its ranks."""
 
 import argparse
-import inspect
 import logging
 import os
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,19 +16,18 @@ from detectron2 import evaluation
 from detectron2.config import CfgNode, instantiate
 from detectron2.data import MetadataCatalog
 from detectron2.engine import default_setup, default_writers, hooks
+from detectron2.evaluation import coco_evaluation
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
-from detectron2.utils.registry import locate
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from torch import nn
 
-from ..common.checks import usable_device
 from ..common.compat import has_compiled_ops
 from ..common.errors import ConfigError, MemfitError, exit_on_error
 from ..common.files import LOCK, check_run_folder, lock_folder, whole_file
 from ..config.files import find_config_file
 from ..config.lazy import cfg_of_lazy
-from ..config.load import load_cfg, merge_opts, with_settings
+from ..config.load import load_cfg, with_settings
 from ..config.settings import Precision, check_settings
 from ..data.hold_out import hold_out
 from ..data.registration import check_datasets, register_coco
@@ -44,14 +41,15 @@ from ..job import Job, LazyParts, TrainerParts
 from ..memory import keep_plan, use_expandable_segments
 from ..planner.fit_config import fit_config
 from .command_line import argument_parser, files_read
-from .options import Config, check_lazy_options, load_lazy, opts_of_budget, opts_of_fit, with_data
-from .screen import ProgressBar, leave_out_dumps, next_step, show
-
-__all__ = ["Trainer", "argument_parser", "run_script", "train"]
+from .options import Config, check_lazy_options, is_lazy, load_lazy, load_yaml
+from .screen import leave_out_dumps, next_step, show
 
 logger = logging.getLogger(__name__)
 
 AddKeys = Sequence[Callable[[CfgNode], Any]]
+
+if not has_compiled_ops():  # the fast evaluation, which COCOEvaluator uses by default, needs them
+    coco_evaluation.COCOeval_opt = coco_evaluation.COCOeval
 
 
 class Trainer(MemfitTrainer):
@@ -59,9 +57,9 @@ class Trainer(MemfitTrainer):
     def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_folder: Any = None) -> Any:
         """Build the evaluator that Detectron2's ``tools/train_net.py`` uses for the dataset."""
         into = {"output_dir": output_folder or os.path.join(cfg.OUTPUT_DIR, "inference")}
-        options = {"kpt_oks_sigmas": cfg.TEST.KEYPOINT_OKS_SIGMAS, **into}
-        sem_seg = partial(evaluation.SemSegEvaluator, distributed=True, **into)
-        coco = partial(evaluation.COCOEvaluator, use_fast_impl=has_compiled_ops(), **options)
+        sem_seg = partial(evaluation.SemSegEvaluator, **into)
+        sigmas = cfg.TEST.KEYPOINT_OKS_SIGMAS
+        coco = partial(evaluation.COCOEvaluator, kpt_oks_sigmas=sigmas, **into)
         panoptic = partial(evaluation.COCOPanopticEvaluator, **into)
         kinds: dict[str, list[Callable[[str], Any]]] = {
             "sem_seg": [sem_seg],
@@ -75,11 +73,9 @@ class Trainer(MemfitTrainer):
         kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
         if kind not in kinds:
             raise NotImplementedError(
-                f"no evaluator for the dataset {dataset_name!r} with evaluator_type {kind!r}: "
-                "override build_evaluator of the trainer"
+                f"dataset {dataset_name!r} has evaluator_type {kind!r}: override build_evaluator"
             )
-        made = [make(dataset_name) for make in kinds[kind]]
-        return made[0] if len(made) == 1 else evaluation.DatasetEvaluators(made)
+        return evaluation.DatasetEvaluators([make(dataset_name) for make in kinds[kind]])
 
     @classmethod
     def test_with_TTA(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
@@ -87,7 +83,7 @@ class Trainer(MemfitTrainer):
         folder = os.path.join(cfg.OUTPUT_DIR, "inference_TTA")
         evaluators = [cls.build_evaluator(cfg, name, folder) for name in cfg.DATASETS.TEST]
         results = cls.test(cfg, GeneralizedRCNNWithTTA(cfg, model), evaluators)
-        return OrderedDict((k + "_TTA", v) for k, v in results.items())
+        return {f"{k}_TTA": v for k, v in results.items()}
 
     @classmethod
     def load_weights(cls, cfg: CfgNode, model: nn.Module, resume: bool) -> None:
@@ -110,14 +106,23 @@ def prepare(
 
     Returns:
         The config. A LazyConfig is None: its objects may not be picklable, so each rank loads it.
+
+    Raises:
+        ConfigError: a value cannot work, or another process trains in OUTPUT_DIR.
+        CheckpointError: the weights or the checkpoint to resume cannot be read.
     """
-    ranks, cfg, args.notes = world_size(args.num_gpus, args.num_machines), None, []
-    if args.config_file.endswith(".py") and trainer is Trainer:
+    ranks, trains, cfg = world_size(args.num_gpus, args.num_machines), not args.eval_only, None
+    if is_lazy(args.config_file) and trainer is Trainer:
         check_lazy_options(args, "hold_out", "training_only")
-        keys = cfg_of_lazy(_load_lazy(args))
-        check_settings(keys, ranks, trains=not args.eval_only)
+        keys = cfg_of_lazy(load_lazy(args))
+        check_settings(keys, ranks, trains)
     else:
-        keys = cfg = _load_yaml(args, ranks, add_keys)
+        if args.hold_out is not None:
+            folder = load_cfg(args.config_file, args.opts, add_keys).OUTPUT_DIR
+            args.coco = hold_out(args.coco, args.hold_out, folder, args.resume)
+        more = ["DATASETS.TEST", "()"] if args.training_only else []
+        keys = cfg = load_yaml(args, add_keys, more, trains=trains, ranks=ranks, runs=True)
+        cfg.freeze()
     if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU
     if cfg is not None:
@@ -125,49 +130,14 @@ def prepare(
         args.config_file = find_config_file(args.config_file)  # which is logged
         check_datasets(cfg, args.eval_only)
     Precision.from_cfg(keys)
-    _check_folder(args, keys)
+    if not keys.OUTPUT_DIR:
+        raise ConfigError("OUTPUT_DIR is empty: name a folder")
+    check_run_folder(keys.OUTPUT_DIR, files_read(args))
+    if trains and (Path(keys.OUTPUT_DIR) / LOCK).exists():
+        # Before anything of the other run is changed. Under torchrun, each rank comes here.
+        lock_folder(keys.OUTPUT_DIR, is_shared=True).close()
+    MemfitCheckpointer(nn.Module(), keys.OUTPUT_DIR).check(keys.MODEL.WEIGHTS, resume=args.resume)
     return cfg
-
-
-def _load_lazy(args: argparse.Namespace) -> DictConfig:
-    cfg = load_lazy(args)
-    cfg.train.device = usable_device(cfg.train.device)
-    evaluator = cfg.dataloader.get("evaluator")
-    for call in evaluator if isinstance(evaluator, ListConfig) else filter(None, [evaluator]):
-        target = locate(call._target_) if isinstance(call._target_, str) else call._target_
-        if inspect.isclass(target) and issubclass(target, evaluation.COCOEvaluator):
-            call.setdefault("use_fast_impl", has_compiled_ops())
-    return cfg
-
-
-def _load_yaml(args: argparse.Namespace, ranks: int, add_keys: AddKeys) -> CfgNode:
-    opts = [*opts_of_budget(args), *args.opts]
-    opts += ["DATASETS.TEST", "()"] if args.training_only else []
-    recipe, trains = load_cfg(args.config_file, (), add_keys, opts), not args.eval_only
-    if args.hold_out is not None:
-        whole = load_cfg(args.config_file, opts, add_keys)
-        check_settings(whole, ranks, trains)
-        args.coco = hold_out(args.coco, args.hold_out, whole.OUTPUT_DIR, args.resume)
-    cfg = with_data(recipe, args, opts, trains=trains, ranks=ranks, reads_images=True)
-    args.notes += _batch_notes(recipe.SOLVER, cfg.SOLVER) if trains else []
-    merge_opts(cfg, opts_of_fit(cfg, args))
-    cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in opts[::2])
-    cfg.freeze()
-    return cfg
-
-
-def _batch_notes(recipe: CfgNode, solver: CfgNode) -> list[str]:
-    """A warning if the command changes the file's effective batch and not its learning rate."""
-    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
-    factor /= recipe.IMS_PER_BATCH * recipe.ACCUMULATION_STEPS
-    if factor == 1 or solver.REFERENCE_WORLD_SIZE or solver.BASE_LR != recipe.BASE_LR:
-        return []
-    return [
-        f"SOLVER.IMS_PER_BATCH x ACCUMULATION_STEPS is {factor:.3g} times the batch of the config "
-        f"file, but SOLVER.BASE_LR {solver.BASE_LR:g} is unchanged. Scale it with the batch "
-        f"(arXiv:1706.02677): SOLVER.BASE_LR {solver.BASE_LR * factor:g}. Or keep the batch with "
-        "SOLVER.ACCUMULATION_STEPS"
-    ]
 
 
 def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
@@ -184,44 +154,20 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
         ) from e
 
 
-def _check_folder(args: argparse.Namespace, keys: CfgNode) -> None:
-    """Check that a run can use its folder and load its weights. Nothing is written.
-
-    Raises:
-        ConfigError: the folder cannot be used, or another process trains in it.
-        CheckpointError: the weights or the checkpoint to resume cannot be read.
-    """
-    folder = keys.OUTPUT_DIR
-    if not folder:
-        raise ConfigError("OUTPUT_DIR is empty: name a folder")
-    check_run_folder(folder, files_read(args))
-    if not args.eval_only and (Path(folder) / LOCK).exists():
-        # Before anything of the other run is changed. Under torchrun, each rank comes here.
-        lock_folder(folder, is_shared=True).close()
-    MemfitCheckpointer(nn.Module(), folder).check(keys.MODEL.WEIGHTS, resume=args.resume)
-
-
 @exit_on_error
 @causes_named()
 @patch.object(logging, "raiseExceptions", False)  # on a full disk, no traceback for each line
-def main(
-    args: argparse.Namespace,
-    cfg: Optional[Config],
-    trainer_class: type[Trainer] = Trainer,
-    add_keys: AddKeys = (),
-) -> None:
+def main(args: argparse.Namespace, cfg: Optional[Config], trainer_class: type[Trainer]) -> None:
     """Run one rank, with the arguments and the config of :func:`prepare`."""
     for dataset in args.coco:
         register_coco(*dataset)
-    cfg = _load_lazy(args) if cfg is None else cfg
+    cfg = load_lazy(args) if cfg is None else cfg
     keys = cfg_of_lazy(cfg) if isinstance(cfg, DictConfig) else cfg
     _set_up_rank(args, cfg, keys)
     for note in args.notes:
         logger.info(note)
     run_it = _evaluate if args.eval_only else _train
-    weights = run_it(args, cfg, keys, trainer_class)
-    if weights and comm.is_main_process():
-        show(_end(args, keys.OUTPUT_DIR, weights, trainer_class, add_keys))
+    run_it(args, cfg, keys, trainer_class)
 
 
 def _set_up_rank(args: argparse.Namespace, cfg: Config, keys: CfgNode) -> None:
@@ -229,16 +175,15 @@ def _set_up_rank(args: argparse.Namespace, cfg: Config, keys: CfgNode) -> None:
     folder, is_main = Path(keys.OUTPUT_DIR), comm.is_main_process()
     config_file = folder / "config.yaml"
     try:
-        is_kept = args.eval_only and is_main and config_file.is_file()
-        of_training = config_file.read_text() if is_kept else None
+        earlier = config_file.read_text() if config_file.is_file() else None
         leave_out_dumps(keys.OUTPUT_DIR, comm.get_rank())
         if is_main and isinstance(cfg, CfgNode):
             with whole_file(config_file, "w") as file:  # default_setup leaves a part on a full disk
                 file.write(cfg.dump())
         default_setup(cfg, args)
-        if of_training is not None:  # an evaluation may have other keys
+        if is_main and args.eval_only and earlier is not None:  # which may have other keys
             with whole_file(config_file, "w") as file:
-                file.write(of_training)
+                file.write(earlier)
         if is_main and not args.eval_only:
             keep_plan(args.config_file, folder)
     except OSError as e:  # such as a full disk
@@ -249,8 +194,7 @@ def _set_up_rank(args: argparse.Namespace, cfg: Config, keys: CfgNode) -> None:
 
 def _evaluate(
     args: argparse.Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]
-) -> str:
-    """Evaluate; return the file of the weights, or "" if they are random."""
+) -> None:
     parts = LazyParts(cfg) if isinstance(cfg, DictConfig) else TrainerParts(cfg, trainer_class)
     model = parts.build_model(keys.MODEL.DEVICE)
     trainer_class.load_weights(keys, model, args.resume)
@@ -259,8 +203,7 @@ def _evaluate(
         results.update(trainer_class.test_with_TTA(keys, model))
     if comm.is_main_process():
         evaluation.verify_results(keys, results)
-    last = MemfitCheckpointer(model, keys.OUTPUT_DIR).get_checkpoint_file() if args.resume else ""
-    return last or keys.MODEL.WEIGHTS
+        show(f"Written: {Path(keys.OUTPUT_DIR, 'inference')} (results)")
 
 
 def _tested(parts: Any, keys: CfgNode, model: nn.Module) -> Any:
@@ -275,28 +218,37 @@ def _tested(parts: Any, keys: CfgNode, model: nn.Module) -> Any:
 
 def _train(
     args: argparse.Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]
-) -> str:
-    """Train, by a plan with ``--fit``; return the file of the last checkpoint."""
-    iterations: tuple[int, ...] = ()
+) -> None:
+    """Train, by a plan with ``--fit``, and say how to use the weights."""
+    folder, is_main = Path(keys.OUTPUT_DIR), comm.is_main_process()
+    if is_main:
+        logger.info("Environment, config and model are in %s", folder / "log.txt")
     if isinstance(cfg, DictConfig):
         trainer = _lazy_trainer(fit_config(cfg))
         trainer.checkpointer.resume_or_load(keys.MODEL.WEIGHTS, resume=args.resume)
         # The checkpoint has the iteration that was just finished.
         goes_on = args.resume and trainer.checkpointer.has_checkpoint()
-        iterations = trainer.iter + 1 if goes_on else 0, keys.SOLVER.MAX_ITER
+        trainer.train(trainer.iter + 1 if goes_on else 0, keys.SOLVER.MAX_ITER)
     else:
-        trainer = trainer_class(_fitted(cfg, trainer_class))
+        planned = fit_config(cfg, trainer_class)
+        if planned is not cfg and is_main:
+            # For later evaluations, config.yaml has the plan too, but not the measured budget.
+            kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
+            with whole_file(folder / "config.yaml", "w") as file:
+                file.write(kept.dump())
+        trainer = trainer_class(planned)
         trainer.resume_or_load(resume=args.resume)
         if cfg.TEST.AUG.ENABLED:
             test = partial(trainer.test_with_TTA, trainer.cfg, trainer.model)
             trainer.register_hooks([hooks.EvalHook(0, test)])
-    if comm.is_main_process():
-        logger.info("Environment, config and model are in %s", Path(keys.OUTPUT_DIR, "log.txt"))
-        if sys.stdout.isatty():
-            trainer.register_hooks([ProgressBar()])
-    trainer.train(*iterations)
-    file: str = trainer.checkpointer.get_checkpoint_file()
-    return file
+        trainer.train()
+    if is_main:
+        config, weights = folder / "config.yaml", trainer.checkpointer.get_checkpoint_file()
+        show(f"Written: {weights} (weights), {folder / 'metrics.json'}, {config}")
+        if trainer_class is Trainer:  # a project's needs its code, too: docs/PREDICT.md
+            data = {"coco": args.coco[1:2], "input": None if args.coco[1:] else "FOLDER"}
+            given = argparse.Namespace(config_file=config, weights=weights, **data)
+            show(next_step("find objects", "predict", given))
 
 
 def _lazy_trainer(cfg: DictConfig) -> Any:
@@ -321,48 +273,6 @@ def _lazy_trainer(cfg: DictConfig) -> Any:
     return trainer
 
 
-def _fitted(cfg: CfgNode, trainer: type[Trainer]) -> CfgNode:
-    """The config with its plan.
-
-    OUTPUT_DIR/config.yaml has the plan too, for later evaluations, but not the measured budget.
-    """
-    planned = fit_config(cfg, trainer)
-    if planned is not cfg and comm.is_main_process():
-        kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
-        with whole_file(Path(cfg.OUTPUT_DIR) / "config.yaml", "w") as file:
-            file.write(kept.dump())
-    return planned
-
-
-def _end(
-    args: argparse.Namespace,
-    output_dir: str,
-    weights: str,
-    trainer: type[Trainer],
-    add_keys: AddKeys,
-) -> str:
-    """The last lines: the files of a run, and how to use its weights."""
-    config, metrics = Path(output_dir, "config.yaml"), Path(output_dir, "metrics.json")
-    written = f"{weights} (weights), {metrics}, {config}"
-    if args.eval_only:
-        written = f"{Path(output_dir, 'inference')} (results)"
-    held_out = (args.coco if args.eval_only else args.coco[1:])[:1]
-    given: dict[str, Any] = {"config_file": config, "weights": weights, "coco": held_out}
-    given["input"] = None if held_out else "FOLDER"
-    if trainer is not Trainer:
-        folder = str(Path(sys.argv[0]).parent)  # of its modules
-        given["project"] = [folder, *map(_name, add_keys)]
-        given["trainer"] = _name(trainer)
-    line = next_step("find objects", "predict", argparse.Namespace(), **given, opts=[])
-    return f"Written: {written}\n{line}"
-
-
-def _name(code: Any) -> str:
-    """MODULE:NAME of a class or function, also of the script that runs."""
-    is_script = code.__module__ in ("__main__", "__mp_main__")  # or the script of a rank
-    return f"{Path(sys.argv[0]).stem if is_script else code.__module__}:{code.__qualname__}"
-
-
 def train(
     args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
 ) -> None:
@@ -373,7 +283,7 @@ def train(
         add_keys: functions that add a project's keys to a config.
     """
     cfg = prepare(args, trainer, add_keys)
-    of_rank = partial(main, args, cfg, trainer, add_keys)
+    of_rank = partial(main, args, cfg, trainer)
     launch(of_rank, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
 
 

@@ -79,7 +79,8 @@ def rebuild(run: LoggedRun, help: Help) -> tuple[Job, DeviceModel, list[str]]:
     cfg.DATASETS.TRAIN = cfg.DATASETS.TRAIN or ("of_the_log",)
     trainer = help.trainer or _trainer_of(run, assumed)
     if help.trainer is None and (name := cfg.MODEL.META_ARCHITECTURE) not in META_ARCH_REGISTRY:
-        raise ConfigError(f"the model {name} is not Detectron2's: its code is not here")
+        code = "--project MODULE:FUNCTION --trainer MODULE:CLASS"
+        raise ConfigError(f"the model {name} is not Detectron2's: name its code, {code}")
     _describe_datasets(cfg)
     mean = run.objects / run.images if run.objects and run.images else None
     sizes = {"image_size": help.image_size, "num_instances": help.num_instances}

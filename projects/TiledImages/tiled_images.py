@@ -34,7 +34,6 @@ from torch import nn
 
 from d2_memfit.cli.train import Trainer as MemfitTrainer
 from d2_memfit.common.checks import check_positive_int, value_of
-from d2_memfit.common.compat import has_compiled_ops
 from d2_memfit.common.errors import ConfigError, DataError, one_line
 from d2_memfit.config.load import with_settings
 from d2_memfit.memory import return_large_blocks
@@ -262,7 +261,6 @@ class Trainer(MemfitTrainer):
         return TiledEvaluator(
             dataset_name,
             output_dir=output_folder or f"{cfg.OUTPUT_DIR}/inference",
-            use_fast_impl=has_compiled_ops(),
             max_dets_per_image=_MAX_DETECTIONS,
         )
 

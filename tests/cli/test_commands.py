@@ -7,7 +7,6 @@ import shlex
 import sys
 
 import pytest
-from pasted import paste
 from tiny import run_process, tiny_cfg
 
 from d2_memfit import __version__
@@ -43,27 +42,6 @@ def test_an_estimate_is_a_table_or_json_with_the_names_of_python(config_file, ca
     assert {"context", "loaded kernels", "NCCL"} < set(estimate["outside"])
     of_training = estimate["peak_allocated_gb"] + sum(estimate["outside"].values())
     assert of_training == pytest.approx(estimate["device_total_gb"])
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["predict", "--input", "photographs"],
-        ["plan", "--card", "6GB"],
-    ],
-    ids=lambda command: command[0],
-)
-def test_what_one_process_does_is_not_done_by_each_of_torchruns(
-    prose, monkeypatch, capsys, command
-):
-    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    for name in names:
-        monkeypatch.setenv(name, "0")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="2"):
-        main(command)
-    prose(capsys.readouterr().err)
 
 
 def test_a_plan_is_a_config_that_can_be_used_as_it_is(config_file, tmp_path, capsys):
@@ -137,10 +115,8 @@ def test_the_data_say_classes_and_schedule(coins, tmp_path, capsys):
     opts += ["INPUT.MIN_SIZE_TEST", "64", "INPUT.MAX_SIZE_TEST", "96"]
     main(["plan", "--details", "--card", "6GB", "--output", str(plan_file), *args, *opts])
     printed = capsys.readouterr().out
-    assert "From the data: images does not exist here. " in printed.partition("\n\n")[0]
     assert "From the data: MODEL.ROI_HEADS.NUM_CLASSES 1: the categories of plan_train" in printed
     assert "From the data: SOLVER.MAX_ITER 4160: a fine-tuning on 64 images, 1 in each" in printed
-    assert "images does not exist here. Training needs the images of plan_train" in printed
     planned = load_cfg(str(plan_file))
     assert planned.DATASETS.TRAIN == ("plan_train",)
     assert planned.DATASETS.TEST == ("plan_val",)
@@ -176,7 +152,6 @@ INPUT:
     args = ["estimate", "--details", "--config-file", str(plan_file), *coco]
     main(args)
     printed = capsys.readouterr().out
-    assert "DATASETS.TRAIN ('plan_train',)" in printed
     assert "MODEL.ROI_HEADS.NUM_CLASSES 1: " in printed
     assert "SOLVER.MAX_ITER 2080: a fine-tuning on 64 images, 2 in each" in printed
     with pytest.raises(SystemExit):
@@ -227,16 +202,7 @@ def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(
     assert printed.startswith(
         "Does not fit: with all that may change, the job needs a budget of 0."
     )
-    assert "\n\nNext, plan, and write the plan to a file:\n  d2-memfit plan " in printed
-    assert " --budget 0." in printed
-    # The next command can be pasted, whatever has set the budget.
-    command = ["plan", "--allow", "exact", "--device", "cpu", "--config-file", config_file]
-    with pytest.raises(SystemExit):
-        main([*command, "SOLVER.IMS_PER_BATCH", "1", "MEMFIT.BUDGET_GB", "0.1"])
-    printed = capsys.readouterr().out
-    assert "--card" not in printed.splitlines()[-1]
-    assert "MEMFIT.BUDGET_GB" not in printed.splitlines()[-1]
-    assert paste(printed, tmp_path).startswith("Fits: ")
+    assert "\nNext" not in printed
 
 
 def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, monkeypatch, capsys):
@@ -260,7 +226,6 @@ def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, mo
         "plan",
         "plan --card 6GB --budget 5",
         "plan --card 6GB --device cpu MEMFIT.BUDGET_GB 5",
-        "estimate --coco a b c --coco a b d",
         "plan --budget 6 --allow all",
         "estimate --device v10",
         "estimate --device cpu --probe",

@@ -29,7 +29,7 @@ def run(folder, keys, resume):
     file = folder / f"command_{comm.get_rank()}.yaml"
     file.write_text(cfg_of(folder, keys).dump())
     args = command.argument_parser().parse_args(["--config-file", str(file)])
-    args.resume, args.notes = resume, []
+    args.resume = resume
     cfg = load_cfg(args.config_file)
     cfg.freeze()
     command.main(args, cfg, command.Trainer)

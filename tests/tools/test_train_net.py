@@ -81,22 +81,6 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
     assert (output_dir / "config.yaml").read_text() == config
 
 
-@pytest.mark.parametrize(
-    ("opts", "advice"),
-    [
-        (["SOLVER.IMS_PER_BATCH", "4"], "SOLVER.BASE_LR 0.005"),
-        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.ACCUMULATION_STEPS", "2"], "SOLVER.BASE_LR 0.01"),
-        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.ACCUMULATION_STEPS", "4"], None),
-        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "0.01"], None),
-    ],
-)
-def test_another_batch_with_the_same_learning_rate_gets_a_warning(opts, advice):
-    file = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
-    said = train._batch_notes(load_cfg(file).SOLVER, load_cfg(file, opts).SOLVER)
-    assert len(said) == (advice is not None)
-    assert all(f"(arXiv:1706.02677): {advice}." in line for line in said)
-
-
 def test_fit_plans_for_what_is_free_here_and_trains(arguments, tmp_path):
     """In a process of its own, which gets a limit."""
     run = run_forked(TRAIN_NET, "--fit", *arguments, "TEST.AUG.ENABLED", "False")
