@@ -34,8 +34,11 @@ def positive_int(text: str) -> int:
 
 
 def height_width(text: str) -> tuple[int, int]:
-    height, width = text.lower().replace("x", ",").split(",")
-    return positive_int(height.strip()), positive_int(width.strip())
+    sides = text.lower().replace("x", ",").split(",")
+    if len(sides) != 2:
+        what = "a height and a width in pixels, such as 800,1333"
+        raise argparse.ArgumentTypeError(f"must be {what}, got {text!r}")
+    return positive_int(sides[0].strip()), positive_int(sides[1].strip())
 
 
 _FLAG: dict[str, Any] = {"action": "store_true"}

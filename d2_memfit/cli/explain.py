@@ -5,6 +5,7 @@ import argparse
 from functools import partial
 from typing import Optional
 
+from ..config.cards import settings_of_card
 from ..config.files import find_config_file
 from ..explain import Explanation, Help
 from ..explain.sources import read_runs
@@ -26,6 +27,8 @@ def explain(args: argparse.Namespace) -> None:
     check_plan_file(args.config_file, args.output)
     if args.config_file:
         check_lazy_options(args)
+    if args.card is not None:
+        settings_of_card(args.card)  # raises at once if there is none
     runs = read_runs(args.log)
     # The last run that died, or else the last.
     number = max(range(len(runs)), key=lambda i: (runs[i].oom is not None, i))
@@ -34,21 +37,21 @@ def explain(args: argparse.Namespace) -> None:
         for i, run in enumerate(runs)
     ]
     each = [explain_run(f"run {i + 1}", run, *predictions[i]) for i, run in enumerate(runs)]
-    run, (prediction, _), told = runs[number], predictions[number], each[number]
+    run, (prediction, _), result = runs[number], predictions[number], each[number]
     is_on_card = run.oom.case != "host" if run.oom else run.ended not in ("diverged", "error")
     wants_plan = args.card or args.output or (is_on_card and not args.json)
     plan = plan_for(run, prediction, args.card) if prediction and wants_plan else None
     dry, writes = prediction.dry_job if prediction else None, args.output and plan and plan.fits
     if dry and plan and writes:
         write_plan(args, dry.job.cfg, plan)
-    answer = answer_of_run(run, told, plan)
+    answer = answer_of_run(run, result, plan)
     if each[1:]:
-        answer += f"\nThis is {told.name} of {len(each)} in the log: --details lists them"
+        answer += f"\nThis is {result.name} of {len(each)} in the log: --details lists them"
     give_answer(
         args,
         Explanation(tuple(each)),
         answer,
-        details_of(each, told),
+        details_of(each, result),
         _next_step(args, plan) if (plan.fits if plan else dry and is_on_card) else "",
         keys=keys_as_yaml(dry.job, plan) if dry and plan else "",
         steps={"as it ran": dry} if dry else None,

@@ -135,7 +135,7 @@ def opts_of_budget(args: argparse.Namespace) -> list[str]:
     budget = getattr(args, "budget", None)
     options = {"--card": args.card, "--budget": budget}
     given = [f"{name} {value}" for name, value in options.items() if value is not None]
-    given += [key for key in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET") if given and key in args.opts]
+    given += budgets_in(args.opts) if given else []
     if given[1:]:
         raise ConfigError(f"{' and '.join(given)}: give only one")
     if args.card is not None:
@@ -144,6 +144,12 @@ def opts_of_budget(args: argparse.Namespace) -> list[str]:
         return []
     on_cpu = budget == "auto" and getattr(args, "device", None) == "cpu"
     return ["MEMFIT.BUDGET_GB", str(budget), *(["MODEL.DEVICE", "cpu"] if on_cpu else [])]
+
+
+def budgets_in(opts: Sequence[str]) -> list[str]:
+    """Those of the words that are keys of the budget, also of a LazyConfig."""
+    keys = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET", "TRAIN.MEMFIT.BUDGET_GB", "TRAIN.MEMFIT.PRESET")
+    return [word for word in opts if word.partition("=")[0].lstrip("+").upper() in keys]
 
 
 def opts_of_fit(cfg: CfgNode, args: argparse.Namespace) -> list[str]:

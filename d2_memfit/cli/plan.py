@@ -20,7 +20,7 @@ from ..planner.plan import Plan, plan_memory
 from ..planner.plan_file import keys_as_yaml, lazy_file, planned_yaml
 from ..predict.estimate import estimate_inference
 from ..report import write_page
-from .options import Config, is_lazy, job_of, load_config
+from .options import Config, budgets_in, is_lazy, job_of, load_config
 from .screen import next_step, say, show, show_progress
 
 
@@ -66,10 +66,11 @@ def plan(args: argparse.Namespace) -> None:
         run=args.run,
     )
     dry_job = DryJob(job.with_settings(plan.settings), device, evaluates=False, run=args.run)
-    next_step = next_plan(args, plan.budget_gb) if plan.fits else ""
     if args.output is not None and plan.fits:
         write_plan(args, cfg, plan)
         next_step = next_train(args, args.num_gpus)
+    else:
+        next_step = next_plan(args, plan.budget_gb, **_what_fits(args, plan))
     give_answer(
         args,
         plan,
@@ -133,9 +134,21 @@ def give_answer(
         sys.exit(3)
 
 
-def next_plan(args: argparse.Namespace, budget_gb: Optional[float]) -> str:
+def _what_fits(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+    """Other options, with which there is a plan that fits."""
+    if plan.fits:
+        return {}
+    if plan.must_allow:
+        return {"allow": ",".join(plan.must_allow)}
+    size = 1 if is_lazy(args.config_file) else 2
+    pairs = [args.opts[i : i + size] for i in range(0, len(args.opts), size)]
+    opts = [word for pair in pairs if not budgets_in(pair[:1]) for word in pair]
+    return {"card": None, "budget": plan.smallest_budget_gb, "opts": opts}
+
+
+def next_plan(args: argparse.Namespace, budget_gb: Optional[float], **values: Any) -> str:
     """The line that plans for the job of a command. Without a budget, for its card, or for 6 GB."""
-    values: dict[str, Any] = {"output": "plan.py" if is_lazy(args.config_file) else "plan.yaml"}
+    values["output"] = "plan.py" if is_lazy(args.config_file) else "plan.yaml"
     if budget_gb is None:
         device = str(getattr(args, "device", None))
         values["card"] = device if find_card(device) else "6GB"

@@ -200,7 +200,9 @@ class MemfitCheckpointer(DetectionCheckpointer):
             weights = checkpoint["model"]
             for place in ("model", "state_dict", "model_state_dict"):  # of other programs
                 weights = weights[place] if isinstance(weights.get(place), dict) else weights
-            checkpoint["model"] = {name: torch.as_tensor(v) for name, v in weights.items()}
+            for name, value in weights.items():  # in place: it has the versions of modules
+                weights[name] = torch.as_tensor(value)
+            checkpoint["model"] = weights
         for name, value in checkpoint["model"].items():
             if not (value.to_dense() < float("inf")).all():  # a mask of attention may be -inf
                 raise CheckpointError(f"{filename} has NaN or infinite values in {name}")

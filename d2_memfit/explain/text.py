@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""An explained run as text: the verdict first."""
+"""An result run as text: the verdict first."""
 
 from collections.abc import Iterator, Sequence
 from typing import Optional
@@ -22,65 +22,61 @@ _TO_TRY = {
 }
 
 
-def answer_of_run(run: LoggedRun, explained: ExplainedRun, plan: Optional[Plan]) -> str:
+def answer_of_run(run: LoggedRun, result: ExplainedRun, plan: Optional[Plan]) -> str:
     """The answer to the command explain: why the run ended, and what would have fitted."""
-    lines = [_verdict(run, explained), *(_about_memory(explained.oom) if explained.oom else [])]
+    lines = [_verdict(run, result), *(_about_memory(result.oom) if result.oom else [])]
     lines += _plan(plan) if plan else []
-    case = explained.oom.case if explained.oom else explained.ended
-    if case in _TO_TRY or (explained.oom and not (plan and plan.fits)):
+    case = result.oom.case if result.oom else result.ended
+    if case in _TO_TRY or (result.oom and not (plan and plan.fits)):
         lines.append(f"To try first: {_TO_TRY.get(case, _TO_TRY['training'])}")
-    if explained.range_mib is not None:
-        measured = (
-            "" if explained.measured_mib is None else f"; measured {_gb(explained.measured_mib)}"
-        )
-        largest = f"{_gb(explained.predicted_mib)} allocated for the largest images"
-        lines.append(f"Predicted: {largest}, range {_gbs(explained.range_mib)}{measured}")
-        lines += [f"Assumed: {first_of(explained.assumed)}"] if explained.assumed else []
-    elif explained.not_rebuilt:
-        lines.append(f"Not predicted: {explained.not_rebuilt}")
+    if result.range_mib is not None:
+        measured = "" if result.measured_mib is None else f"; measured {_gb(result.measured_mib)}"
+        largest = f"{_gb(result.predicted_mib)} allocated for the largest images"
+        lines.append(f"Predicted: {largest}, range {_gbs(result.range_mib)}{measured}")
+        lines += [f"Assumed: {first_of(result.assumed)}"] if result.assumed else []
+    elif result.not_rebuilt:
+        lines.append(f"Not predicted: {result.not_rebuilt}")
     return "\n".join(lines)
 
 
-def details_of(each: Sequence[ExplainedRun], explained: ExplainedRun) -> str:
-    """A line for each run of a log, and what is assumed of the one that is explained."""
+def details_of(each: Sequence[ExplainedRun], result: ExplainedRun) -> str:
+    """A line for each run of a log, and what is assumed of the one that is result."""
     lines = []
     for one in each:
         images = f", {one.images_per_gpu} images per GPU" if one.images_per_gpu else ""
         peak = f", peak {_gb(one.measured_mib)}" if one.measured_mib is not None else ""
         seconds = f", {one.seconds:.2f} s per iteration" if one.seconds is not None else ""
         lines.append(f"{one.name}: {one.ended}{_when(one)}{images}{peak}{seconds}")
-    return "\n".join([*lines, *(f"Assumed: {line}" for line in explained.assumed)])
+    return "\n".join([*lines, *(f"Assumed: {line}" for line in result.assumed)])
 
 
-def _when(explained: ExplainedRun) -> str:
-    if explained.oom is None or ERROR_ALONE in explained.assumed:
+def _when(result: ExplainedRun) -> str:
+    if result.oom is None or ERROR_ALONE in result.assumed:
         return ""
-    return f" {_CASES.get(explained.oom.case, explained.oom.case)}"
+    return f" {_CASES.get(result.oom.case, result.oom.case)}"
 
 
-def _verdict(run: LoggedRun, explained: ExplainedRun) -> str:
-    card, oom = explained.card or "a card that the log does not name", explained.oom
+def _verdict(run: LoggedRun, result: ExplainedRun) -> str:
+    card, oom = result.card or "a card that the log does not name", result.oom
     if oom is not None:
         of = f" ({_gb(oom.total_mib)})" if oom.total_mib else ""
-        what = "" if oom.case == "host" else f": {_fits(explained, oom)}"
-        return f"It ran out of memory{_when(explained)}, on {card}{of}{what}."
-    if explained.ended == "diverged":
+        what = "" if oom.case == "host" else f": {_fits(result, oom)}"
+        return f"It ran out of memory{_when(result)}, on {card}{of}{what}."
+    if result.ended == "diverged":
         at = "" if run.iteration is None else f" by iteration {run.iteration:,}"
         return f"It diverged{at}: the loss is not finite, not for lack of memory. {run.error:.200}"
-    if explained.ended == "error":
+    if result.ended == "error":
         return f"It ended in an error, not for lack of memory: {run.error:.300}"
-    peak = (
-        "no max_mem" if explained.measured_mib is None else f"{_gb(explained.measured_mib)} at most"
-    )
-    return f"It did not run out of memory ({explained.ended}): {peak}, on {card}."
+    peak = "no max_mem" if result.measured_mib is None else f"{_gb(result.measured_mib)} at most"
+    return f"It did not run out of memory ({result.ended}): {peak}, on {card}."
 
 
-def _fits(explained: ExplainedRun, oom: Oom) -> str:
+def _fits(result: ExplainedRun, oom: Oom) -> str:
     if oom.fits is not None:
         return f"as it is, the job {'fits' if oom.fits else 'does not fit'} this card"
-    if explained.range_mib is None or oom.total_mib is None:
+    if result.range_mib is None or oom.total_mib is None:
         return "whether the job fits this card when nobody else uses it, the log does not tell"
-    return f"perhaps the job fits it when nobody else uses it, with {_gbs(explained.range_mib)}"
+    return f"perhaps the job fits it when nobody else uses it, with {_gbs(result.range_mib)}"
 
 
 def _about_memory(oom: Oom) -> Iterator[str]:

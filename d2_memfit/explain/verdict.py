@@ -89,8 +89,8 @@ def explain(path: Union[str, "os.PathLike[str]"], help: Optional[Help] = None) -
         DataError: the file cannot be read, or shows no training with Detectron2.
     """
     runs = enumerate(read_runs(path), 1)
-    explained = (explain_run(f"run {i}", run, *predict_run(run, help or Help())) for i, run in runs)
-    return Explanation(tuple(explained))
+    result = (explain_run(f"run {i}", run, *predict_run(run, help or Help())) for i, run in runs)
+    return Explanation(tuple(result))
 
 
 def predict_run(run: LoggedRun, help: Help) -> tuple[Optional[Prediction], str]:
@@ -111,23 +111,23 @@ def explain_run(
     name: str, run: LoggedRun, prediction: Optional[Prediction] = None, why_not: str = ""
 ) -> ExplainedRun:
     """Compare a run with its prediction."""
-    explained = ExplainedRun(
+    result = ExplainedRun(
         name, run.gpus[0] if run.gpus else None, _images_per_gpu(run), run.peak_mib
     )
-    explained.ended, explained.assumed, explained.not_rebuilt = run.ended, [*run.notes], why_not
-    explained.seconds = median(run.seconds[len(run.seconds) // 10 :]) if run.seconds else None
+    result.ended, result.assumed, result.not_rebuilt = run.ended, [*run.notes], why_not
+    result.seconds = median(run.seconds[len(run.seconds) // 10 :]) if run.seconds else None
     if prediction is not None:
         e = prediction.estimate
-        explained.range_mib = low, high = _range_mib(run, e)
+        result.range_mib = low, high = _range_mib(run, e)
         if run.peak_mib is not None and (run.oom is None or run.peak_mib >= low):
-            explained.inside = low <= run.peak_mib <= high
-        most, explained.images_per_gpu = e.peak_allocated_gb, e.images_per_gpu
-        explained.predicted_mib, explained.typical_mib = most * _MIB, (e.typical_gb or most) * _MIB
-        explained.assumed += [*prediction.assumed, *e.assumptions, *e.at_least]
+            result.inside = low <= run.peak_mib <= high
+        most, result.images_per_gpu = e.peak_allocated_gb, e.images_per_gpu
+        result.predicted_mib, result.typical_mib = most * _MIB, (e.typical_gb or most) * _MIB
+        result.assumed += [*prediction.assumed, *e.assumptions, *e.at_least]
     if run.oom is not None:
-        explained.oom = replace(run.oom, fits=_fits(run.oom, explained.range_mib))
-        explained.oom.iteration = run.iteration if run.oom.iteration is None else run.oom.iteration
-    return explained
+        result.oom = replace(run.oom, fits=_fits(run.oom, result.range_mib))
+        result.oom.iteration = run.iteration if run.oom.iteration is None else run.oom.iteration
+    return result
 
 
 def _range_mib(run: LoggedRun, estimate: MemoryEstimate) -> tuple[float, float]:

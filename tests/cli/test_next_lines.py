@@ -1,6 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """The line "Next" of each command works when it is pasted, and leads to the next one."""
 
+import json
+
 import pytest
 from pasted import paste
 from tiny import tiny_cfg
@@ -28,3 +30,18 @@ def test_from_a_job_to_its_predictions(config_file, coins, tmp_path, capsys, com
     trained = paste(planned, tmp_path, "OUTPUT_DIR", "output")
     found = paste(trained, tmp_path)
     assert "Written: predictions/pictures" in found
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_leads_to_what_does(config_file, tmp_path, capsys):
+    """A plan that must be allowed more, and one that needs more memory."""
+    size = ["INPUT.MIN_SIZE_TRAIN", "(800,)", "INPUT.MAX_SIZE_TRAIN", "1333"]
+    job = ["--config-file", config_file, "--device", "cuda"]
+    main(["estimate", *job, "--json", *size, *SHORT])
+    less_gb = str(0.9 * json.loads(capsys.readouterr().out)["device_total_gb"])
+    for options in (["--allow", "recipe", "--budget", less_gb], ["--budget", "0.2"]):
+        folder = tmp_path / options[0]
+        folder.mkdir()
+        with pytest.raises(SystemExit, match="3"):
+            main(["plan", *job, *options, *size, *SHORT])
+        assert paste(capsys.readouterr().out, folder).startswith("Fits: ")

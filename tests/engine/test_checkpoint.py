@@ -227,3 +227,21 @@ def test_weights_of_other_programs_are_taken_and_a_nan_is_named(tmp_path, form):
         state = {**expected, name: torch.full_like(expected[name], float(value))}
         with pytest.raises(CheckpointError, match=f"NaN or infinite values in .*{name}"):
             load(tmp_path, form(state))
+
+
+class Versioned(torch.nn.Linear):
+    """It takes weights without a version for older ones, as the head of MaskFormer does."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version") != 2:
+            del state_dict[f"{prefix}bias"]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_versions_of_modules_are_kept(tmp_path):
+    saved, loaded = Versioned(2, 2), Versioned(2, 2)
+    MemfitCheckpointer(saved, str(tmp_path)).save("model_0000000", iteration=0)
+    MemfitCheckpointer(loaded, str(tmp_path)).resume_or_load("", resume=True)
+    assert torch.equal(loaded.bias, saved.bias)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from pages import markdown_table, write_section
 from torch import nn
+from transformers import AutoConfig
+from transformers.models.mask2former.modeling_mask2former import Mask2FormerLoss
 
 from d2_memfit.common import MB
 from d2_memfit.config.load import load_cfg
@@ -25,77 +27,61 @@ from .common import CONFIG, machine
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "TECHNIQUES.md"
 TOOL = "benchmark.py crowds"
-HEIGHT, WIDTH = 800, 1333
+PACKED = "MEMFIT.MASKS.PACKED"
+HEIGHT, WIDTH, ROUNDS = 800, 1333, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--masks", type=int, nargs="+", default=[500, 1000], help="numbers")
-    parser.add_argument("--rounds", type=int, default=3, help="times of each side")
 
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    rows = [row for num in args.masks for row in compared(num, args.rounds)]
+    rows = [row for num in args.masks for row in compared(num)]
     table = markdown_table(["masks", "", "peak MiB", "CPU s", "largest difference"], rows)
     write_section(PAGE, "crowds", TOOL, f"{machine()}\n\n{table}")
 
 
 class Criterion(nn.Module):
+    """Losses of some masks and the gradient of the predictions, as one tensor."""
+
     def __init__(self) -> None:
         super().__init__()
-        from transformers import AutoConfig
-        from transformers.models.mask2former.modeling_mask2former import Mask2FormerLoss
-
         config: Any = AutoConfig.for_model("mask2former", num_labels=80)
         self.criterion = Mask2FormerLoss(config, {})
 
-    def forward(self, predicted: Any, classes: Any, masks: Any, labels: Any) -> Any:
-        return self.criterion(predicted, classes, [m.float() for m in masks], labels)
+    def forward(self, masks: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        predicted = torch.randn(1, 100, HEIGHT // 4, WIDTH // 4).requires_grad_()
+        labels, classes = torch.randint(80, (len(masks[0]),)), torch.randn(1, 100, 81)
+        losses = self.criterion(predicted, classes, [m.float() for m in masks], [labels])
+        total = torch.stack([*losses.values()])
+        return torch.cat(
+            [total, *(g.flatten() for g in torch.autograd.grad(total.sum(), predicted))]
+        )
 
 
-def compared(num: int, rounds: int) -> list[list[str]]:
+def compared(num: int) -> list[list[str]]:
     """Rows of a number of masks: as numbers, and packed."""
     torch.manual_seed(0)
-    targets = torch.zeros(num, HEIGHT, WIDTH, dtype=torch.bool)
-    for mask in targets:
+    masks = torch.zeros(num, HEIGHT, WIDTH, dtype=torch.bool)
+    for mask in masks:
         height, width = int(torch.randint(20, 260, ())), int(torch.randint(20, 440, ()))
         top, left = int(torch.randint(HEIGHT - height, ())), int(torch.randint(WIDTH - width, ()))
         mask[top : top + height, left : left + width] = True
-    labels = torch.randint(80, (num,))
-    predicted = torch.randn(1, 100, HEIGHT // 4, WIDTH // 4), torch.randn(1, 100, 81)
-    packs = load_cfg(CONFIG, ["MEMFIT.MASKS.PACKED", True])
-    sides = {
-        "plain": Criterion(),
-        "`MEMFIT.MASKS.PACKED True`": apply_techniques("model", Criterion(), packs),
-    }
-
-    def results(model: nn.Module) -> torch.Tensor:
-        """All losses and the gradient of the predictions."""
-        torch.manual_seed(1)
-        inputs = [tensor.clone().requires_grad_() for tensor in predicted]
-        losses = torch.stack([*model(*inputs, [targets], [labels]).values()])
-        gradients = torch.autograd.grad(losses.sum(), inputs)
-        return torch.cat([losses.detach(), *(g.flatten() for g in gradients)])
-
-    found, peaks = {}, {}
+    cfg = load_cfg(CONFIG, [PACKED, True])
+    sides = {"plain": Criterion(), PACKED: apply_techniques("model", Criterion(), cfg)}
     seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for side, model in sides.items():
-        with TensorMeter() as meter:
-            found[side] = results(model)
-        peaks[side] = meter.peak_bytes
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for side, model in sides.items():
             start = time.process_time()
-            results(model)
+            model([masks])
             seconds[side].append(time.process_time() - start)
-    plain = found["plain"]
-    return [
-        [
-            f"{num:,}",
-            side,
-            f"{peaks[side] / MB:,.0f}",
-            f"{median(seconds[side]):.2f}",
-            f"{float((found[side] - plain).abs().max()):.0e}" if side != "plain" else "",
-        ]
-        for side in sides
-    ]
+    rows, expected = [], None
+    for side, model in sides.items():
+        with TensorMeter() as meter:
+            found = model([masks]).detach()
+        expected = found if expected is None else expected
+        numbers = f"{meter.peak_bytes / MB:,.0f}", f"{median(seconds[side]):.2f}"
+        rows.append([f"{num:,}", side, *numbers, f"{float((found - expected).abs().max()):.0e}"])
+    return rows
