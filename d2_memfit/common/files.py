@@ -113,7 +113,7 @@ def whole_file(path: Name, mode: str = "wb") -> Iterator[IO[Any]]:
         with open(temporary, mode) as f:
             yield f
             f.flush()
-            os.fsync(f.fileno())
+            _flush_to_disk(f.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -122,7 +122,7 @@ def whole_file(path: Name, mode: str = "wb") -> Iterator[IO[Any]]:
     with contextlib.suppress(OSError):  # some network file systems do not open folders
         folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         try:
-            os.fsync(folder)
+            _flush_to_disk(folder)
         finally:
             os.close(folder)
 
@@ -205,6 +205,14 @@ def is_config_dump(path: str) -> bool:
 def temporary_name(path: str) -> str:
     """The name of a file while this process writes it."""
     return f"{path}.{socket.gethostname()}.{os.getpid()}{LEFTOVERS[1:]}"
+
+
+def _flush_to_disk(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # some file systems refuse
+            raise
 
 
 def lock_folder(folder: str, is_shared: bool = False) -> IO[str]:

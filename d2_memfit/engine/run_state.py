@@ -91,11 +91,11 @@ class ResumableTrainer(SimpleTrainer):
         ranks = [*self._gathered.get(iteration, [])] or [None] * comm.get_world_size()
         ranks[comm.get_rank()] = self._own_state()
         run = {"ranks": ranks, "data": self.resumable_batches and self.resumable_batches.stream()}
-        return {**super().state_dict(), "iteration": iteration, "run": run}
+        return {**super().state_dict(), "iteration": iteration, "run_state": run}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.load_run(state_dict.get("run"))
+        self.load_run(state_dict.get("run_state"))  # version 0.2 had another, "run"
 
     def load_run(self, run: Optional[dict[str, Any]]) -> None:
         """Continue from the run in a checkpoint; None if it has none."""
@@ -113,7 +113,7 @@ class ResumableTrainer(SimpleTrainer):
             logger.warning(text, comm.get_rank())
         try:
             if batches is None or not run or run["data"] is None:
-                raise ValueError("only that of build_detection_train_loader is saved, by d2_memfit")
+                raise ValueError("only that of build_detection_train_loader is saved, since d2_memfit 0.3")
             batches.load_state_dict(run["data"], [rank and rank["data"] for rank in ranks])
         except ValueError as e:
             logger.warning("The order of the data starts from the beginning: %s", e)

@@ -284,7 +284,7 @@ class AccumulatingTrainer(ResumableTrainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.precision.load_state_dict(state_dict)
-        if self.recovery is not None and "recovery" in state_dict:
-            own = dict(enumerate(state_dict["run"]["ranks"])).get(comm.get_rank())
+        if self.recovery is not None and state_dict.keys() >= {"recovery", "run_state"}:
+            own = dict(enumerate(state_dict["run_state"]["ranks"])).get(comm.get_rank())
             self.recovery.load(state_dict["recovery"], own and own["cutter"])
         self.counts.load_state_dict(state_dict.get("counts", {}))

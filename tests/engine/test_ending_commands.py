@@ -160,7 +160,7 @@ def last_checkpoint(folder):
     """The checkpoint to resume from, and whether the states of all ranks are known in it."""
     file = folder / (folder / "last_checkpoint").read_text()
     checkpoint = torch.load(file, weights_only=True)
-    return checkpoint, all(checkpoint["trainer"]["_trainer"]["run"]["ranks"])
+    return checkpoint, all(checkpoint["trainer"]["_trainer"]["run_state"]["ranks"])
 
 
 @pytest.mark.parametrize(

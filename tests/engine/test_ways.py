@@ -67,7 +67,7 @@ def test_budget_and_monitor_work_on_two_ranks(coins, tmp_path, two_ranks):
     state = torch.load(tmp_path / "model_final.pth", weights_only=True)["trainer"]
     state = state.get("_trainer", state)
     assert "optimizer" in state
-    assert None not in state["run"]["ranks"]
+    assert None not in state["run_state"]["ranks"]
 
 
 def resume_in_two_folders(rank, folder, coins):
