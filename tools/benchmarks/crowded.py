@@ -6,7 +6,7 @@ the iterations one of them is crowded: 2 x 2 photographs, with all their coins. 
 (RLIMIT_DATA) leaves room for the ordinary batches, and for the crowded image alone, but not for its
 batch. Each side trains in its own process, which reads the memory under the limit every 2 ms.
 
-Writes docs/crowded.jsonl and, from that, docs/crowded.png. --draw measures nothing.
+Writes docs/crowded.jsonl and docs/crowded.png.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import torch
 from detectron2.engine import HookBase, SimpleTrainer
 from detectron2.modeling import build_model
 from detectron2.structures import BitMasks, Boxes, Instances
+from torch.nn import functional as F
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common import GB
@@ -43,20 +44,14 @@ EXTRA_GB = 1.6  # room for training in addition to the process's memory before
 BINS = 25  # bins of an iteration; each keeps its largest value
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--draw", action="store_true", help="only draw what was measured before")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder for the files")
+def add_arguments(_: argparse.ArgumentParser) -> None:
+    pass
 
 
-def run(args: argparse.Namespace) -> None:
-    file = args.docs / "crowded.jsonl"
-    if not args.draw:
-        lines = [measure(side) for side in SIDES]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    draw(lines, args.docs / "crowded.png")
-    for line in lines:
-        print(f"{line['side']}: {line['iterations']} iterations, {line['end']}")
+def run(_: argparse.Namespace) -> None:
+    lines = [measure(side) for side in SIDES]
+    (DOCS / "crowded.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    draw(lines, DOCS / "crowded.png")
 
 
 def measure(side: str) -> dict[str, Any]:
@@ -125,14 +120,12 @@ def crowd(photograph: dict[str, Any]) -> dict[str, Any]:
     instances = photograph["instances"]
     height, width = image.shape[1:]
     everything = Instances((2 * height, 2 * width))
-    boxes = []
-    masks = []
+    boxes, masks = [], []
     for top in (0, height):
         for left in (0, width):
             boxes.append(instances.gt_boxes.tensor + torch.tensor([left, top] * 2))
-            mask = instances.gt_masks.tensor.new_zeros(len(instances), 2 * height, 2 * width)
-            mask[:, top : top + height, left : left + width] = instances.gt_masks.tensor
-            masks.append(mask)
+            around = (left, width - left, top, height - top)
+            masks.append(F.pad(instances.gt_masks.tensor, around))
     everything.gt_boxes = Boxes(torch.cat(boxes))
     everything.gt_masks = BitMasks(torch.cat(masks))
     everything.gt_classes = instances.gt_classes.repeat(4)

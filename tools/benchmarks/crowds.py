@@ -56,19 +56,14 @@ class Criterion(nn.Module):
         labels, classes = torch.randint(80, (len(masks[0]),)), torch.randn(1, 100, 81)
         losses = self.criterion(predicted, classes, [m.float() for m in masks], [labels])
         total = torch.stack([*losses.values()])
-        return torch.cat(
-            [total, *(g.flatten() for g in torch.autograd.grad(total.sum(), predicted))]
-        )
+        (gradient,) = torch.autograd.grad(total.sum(), predicted)
+        return torch.cat([total, gradient.flatten()])
 
 
 def compared(num: int) -> list[list[str]]:
     """Rows of a number of masks: as numbers, and packed."""
     torch.manual_seed(0)
-    masks = torch.zeros(num, HEIGHT, WIDTH, dtype=torch.bool)
-    for mask in masks:
-        height, width = int(torch.randint(20, 260, ())), int(torch.randint(20, 440, ()))
-        top, left = int(torch.randint(HEIGHT - height, ())), int(torch.randint(WIDTH - width, ()))
-        mask[top : top + height, left : left + width] = True
+    masks = torch.randint(2, (num, HEIGHT, WIDTH), dtype=torch.bool)
     cfg = load_cfg(CONFIG, [PACKED, True])
     sides = {"plain": Criterion(), PACKED: apply_techniques("model", Criterion(), cfg)}
     seconds: dict[str, list[float]] = {side: [] for side in sides}

@@ -17,11 +17,7 @@ _SIZES = {
 
 
 def load(
-    name: str,
-    device: Any,
-    jit: bool = False,
-    prompt_depth: int = 0,
-    prompt_length: int = 0,
+    name: str, device: Any, jit: bool = False, prompt_depth: int = 0, prompt_length: int = 0
 ) -> tuple[torch.nn.Module, None]:
     """Make the model of CAT-Seg's ``clip.load`` with its own code, without its file."""
     state = imported("cat_seg.third_party.model:CLIP")(*_SIZES[name]).state_dict()

@@ -57,11 +57,10 @@ MODELS = ("RPN, every anchor sampled", "DETR-like")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--report", action="store_true", help="only write what was measured before")
-    parser.add_argument("--root", type=Path, default=ROOT, help="folder of docs/")
 
 
 def run(args: argparse.Namespace) -> None:
-    file = args.root / "docs" / "benchmark.jsonl"
+    file = ROOT / "docs" / "benchmark.jsonl"
     for name in [] if args.report else args.only:
         line = {
             "section": name,
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
         }
         others = [x for x in file.read_text().splitlines() if json.loads(x)["section"] != name]
         file.write_text("".join(x + "\n" for x in [*others, json.dumps(line)]))
-    write(args.root)
+    write(ROOT)
 
 
 def survival(ranks: int) -> list[dict[str, Any]]:
