@@ -167,7 +167,8 @@ class FewShot(Parts, SimpleTrainer):
         model = self.build_model(cfg)
         optimizer = self.build_optimizer(cfg, model)
         if comm.get_world_size() > 1:
-            model = DistributedDataParallel(model, broadcast_buffers=False)
+            devices = [comm.get_local_rank()]
+            model = DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False)
         super().__init__(model, self.build_train_loader(cfg), optimizer)
         self.scheduler = self.build_lr_scheduler(cfg, optimizer)
         self.checkpointer = DetectionCheckpointer(

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Optional
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torchvision.ops import deform_conv2d
 
 from ..common.compat import DeviceContext, constructors, know_as_builtin, tree_map
@@ -64,6 +65,7 @@ def _replacements() -> list[tuple[Any, dict[str, Callable[[Any], Any]]]]:
         (cuda, dict.fromkeys(("Stream", "Event"), _other(_Stream))),
         (cuda, dict.fromkeys(("device", "device_of", "stream"), _answer(nullcontext()))),
         (torch, {"compile": _other(_not_compiled)}),
+        (DistributedDataParallel, {"__init__": _without_devices}),
     ]
 
 
@@ -121,6 +123,12 @@ def _answer(value: Any) -> Callable[[Any], Any]:
 
 def _keep(_: Any) -> Callable[..., torch.Tensor]:
     return lambda tensor, *args, **kwargs: tensor
+
+
+def _without_devices(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor of ``DistributedDataParallel``, which takes no numbers of devices on a CPU."""
+    none = {"device_ids": None, "output_device": None}
+    return lambda self, module, *_, **kwargs: init(self, module, **{**kwargs, **none})
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
