@@ -7,6 +7,7 @@ import shlex
 import sys
 
 import pytest
+from pasted import paste
 from tiny import run_process, tiny_cfg
 
 from d2_memfit import __version__
@@ -202,7 +203,16 @@ def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(
     assert printed.startswith(
         "Does not fit: with all that may change, the job needs a budget of 0."
     )
-    assert "\nNext" not in printed
+    assert "\n\nNext, plan, and write the plan to a file:\n  d2-memfit plan " in printed
+    assert " --budget 0." in printed
+    # The next command can be pasted, whatever has set the budget.
+    command = ["plan", "--allow", "exact", "--device", "cpu", "--config-file", config_file]
+    with pytest.raises(SystemExit):
+        main([*command, "SOLVER.IMS_PER_BATCH", "1", "MEMFIT.BUDGET_GB", "0.1"])
+    printed = capsys.readouterr().out
+    assert "--card" not in printed.splitlines()[-1]
+    assert "MEMFIT.BUDGET_GB" not in printed.splitlines()[-1]
+    assert paste(printed, tmp_path).startswith("Fits: ")
 
 
 def test_a_project_of_the_current_folder_adds_its_keys(config_file, tmp_path, monkeypatch, capsys):

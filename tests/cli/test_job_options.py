@@ -132,7 +132,7 @@ def test_batches_sizes_and_instances_can_be_given(folder, capsys):
     assert asked["image_size"] == [64, 85]
     for option, value, message in [
         ("--batch", "project_of_test:no_batch", "batch must be a list"),
-        ("--image-size", "large", "--image-size: invalid height_width value: 'large'"),
+        ("--image-size", "large", "--image-size: must be a height and a width in pixels"),
         ("--instances", "0", "--instances: must be a positive integer, got '0'"),
     ]:
         with pytest.raises(SystemExit) as e:
