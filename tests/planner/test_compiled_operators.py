@@ -25,7 +25,7 @@ def test_gradients_have_the_sizes_that_torchvisions_operator_gives(modulated):
     tensors = [t for t in (x, offset, weight, mask) if t is not None]
     expected = deform_conv2d(x, offset, weight, None, 1, 1, 1, mask)
     wanted = torch.autograd.grad(expected.sum(), tensors)
-    with cuda_as_cpu(compiled_operators()):
+    with cuda_as_cpu(*compiled_operators()):
         if modulated:
             y = deform_conv.modulated_deform_conv(x, offset, mask, weight, None, 1, 1, 1, 2, 2)
         else:
