@@ -113,8 +113,7 @@ class ResumableTrainer(SimpleTrainer):
             logger.warning(text, comm.get_rank())
         try:
             if batches is None or not run or run["data"] is None:
-                what = "only that of build_detection_train_loader is saved, since d2_memfit 0.3"
-                raise ValueError(what)
+                raise ValueError("it needs build_detection_train_loader, and d2_memfit since 0.3")
             batches.load_state_dict(run["data"], [rank and rank["data"] for rank in ranks])
         except ValueError as e:
             logger.warning("The order of the data starts from the beginning: %s", e)

@@ -40,7 +40,7 @@ def answer_of_run(run: LoggedRun, result: ExplainedRun, plan: Optional[Plan]) ->
 
 
 def details_of(each: Sequence[ExplainedRun], result: ExplainedRun) -> str:
-    """A line for each run of a log, and what is assumed of the one that is result."""
+    """A line for each run of a log, and what is assumed of the one that is explained."""
     lines = []
     for one in each:
         images = f", {one.images_per_gpu} images per GPU" if one.images_per_gpu else ""

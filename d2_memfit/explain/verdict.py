@@ -89,8 +89,8 @@ def explain(path: Union[str, "os.PathLike[str]"], help: Optional[Help] = None) -
         DataError: the file cannot be read, or shows no training with Detectron2.
     """
     runs = enumerate(read_runs(path), 1)
-    result = (explain_run(f"run {i}", run, *predict_run(run, help or Help())) for i, run in runs)
-    return Explanation(tuple(result))
+    each = (explain_run(f"run {i}", run, *predict_run(run, help or Help())) for i, run in runs)
+    return Explanation(tuple(each))
 
 
 def predict_run(run: LoggedRun, help: Help) -> tuple[Optional[Prediction], str]:
@@ -111,9 +111,8 @@ def explain_run(
     name: str, run: LoggedRun, prediction: Optional[Prediction] = None, why_not: str = ""
 ) -> ExplainedRun:
     """Compare a run with its prediction."""
-    result = ExplainedRun(
-        name, run.gpus[0] if run.gpus else None, _images_per_gpu(run), run.peak_mib
-    )
+    gpu = run.gpus[0] if run.gpus else None
+    result = ExplainedRun(name, gpu, _images_per_gpu(run), run.peak_mib)
     result.ended, result.assumed, result.not_rebuilt = run.ended, [*run.notes], why_not
     result.seconds = median(run.seconds[len(run.seconds) // 10 :]) if run.seconds else None
     if prediction is not None:
