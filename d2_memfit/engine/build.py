@@ -30,7 +30,6 @@ from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot, P
 from .run_state import GatherStates
 from .train_loop import AccumulatingTrainer
 
-__all__ = ["Run", "build_trainer", "job_hooks"]
 
 logger = logging.getLogger(__name__)
 

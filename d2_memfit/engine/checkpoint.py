@@ -200,8 +200,8 @@ class MemfitCheckpointer(DetectionCheckpointer):
             weights = checkpoint["model"]
             for place in ("model", "state_dict", "model_state_dict"):  # of other programs
                 weights = weights[place] if isinstance(weights.get(place), dict) else weights
-            for name, value in weights.items():  # in place: it has the versions of modules
-                weights[name] = torch.as_tensor(value)
+            # In place: it has the versions of modules.
+            weights.update({name: torch.as_tensor(value) for name, value in weights.items()})
             checkpoint["model"] = weights
         for name, value in checkpoint["model"].items():
             if not (value.to_dense() < float("inf")).all():  # a mask of attention may be -inf

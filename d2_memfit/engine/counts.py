@@ -31,7 +31,6 @@ from .loss_check import LIMIT, LIMIT_OF_16_BITS, check_losses
 from .loss_report import LossReport
 from .window import MicroBatch, Window, count_objects, dataset_dicts
 
-__all__ = ["Counts", "window_count"]
 
 logger = logging.getLogger(__name__)
 

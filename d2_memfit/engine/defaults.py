@@ -25,7 +25,6 @@ from .ending import saved_at_end, saved_if_failing
 from .evaluating import evaluating
 from .train_loop import AccumulatingTrainer
 
-__all__ = ["MemfitMixin", "MemfitTrainer"]
 
 logger = logging.getLogger(__name__)
 

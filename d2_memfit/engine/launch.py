@@ -19,8 +19,6 @@ from ..common.compat import end_with_parent
 from ..common.errors import ConfigError
 from .ending import signals_passed_on
 
-__all__ = ["launch", "world_size"]
-
 
 def launch(
     main_func: Callable[..., Any],

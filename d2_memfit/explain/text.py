@@ -1,5 +1,5 @@
 # Copyright (c) the d2_memfit developers.
-"""An result run as text: the verdict first."""
+"""An explained run as text: the verdict first."""
 
 from collections.abc import Iterator, Sequence
 from typing import Optional
@@ -9,7 +9,6 @@ from ..planner.text import first_of, lines_of_plan
 from .records import ERROR_ALONE, LoggedRun, Oom
 from .verdict import ExplainedRun, is_shared
 
-__all__ = ["answer_of_run", "details_of"]
 
 _CASES = {"evaluation": "in evaluation", "host": "of the host's RAM, not of the card's memory"}
 _TO_TRY = {
