@@ -30,7 +30,6 @@ from .hooks import EnforceBudget, LeakDetector, MemoryMonitor, MemorySnapshot, P
 from .run_state import GatherStates
 from .train_loop import AccumulatingTrainer
 
-
 logger = logging.getLogger(__name__)
 
 

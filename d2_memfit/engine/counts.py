@@ -31,7 +31,6 @@ from .loss_check import LIMIT, LIMIT_OF_16_BITS, check_losses
 from .loss_report import LossReport
 from .window import MicroBatch, Window, count_objects, dataset_dicts
 
-
 logger = logging.getLogger(__name__)
 
 _FORWARDS = 6  # from which a formula is taken

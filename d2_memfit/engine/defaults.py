@@ -25,7 +25,6 @@ from .ending import saved_at_end, saved_if_failing
 from .evaluating import evaluating
 from .train_loop import AccumulatingTrainer
 
-
 logger = logging.getLogger(__name__)
 
 # Arguments of trainers that are not in a config.

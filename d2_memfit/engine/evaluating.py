@@ -23,7 +23,6 @@ from ..techniques.registry import ready_to_evaluate
 from .oom_log import RAISE, OomEvent, OomLog
 from .retry import free_and_restore, run_all
 
-
 _open: list[nn.Module] = []  # models that are evaluated
 
 

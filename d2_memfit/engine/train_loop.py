@@ -29,7 +29,6 @@ from .retry import Cutter, Recovery, WindowRetries, run_all
 from .run_state import ResumableTrainer
 from .window import MicroBatch, Window, WindowStorage
 
-
 logger = logging.getLogger(__name__)
 
 

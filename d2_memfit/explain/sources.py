@@ -14,7 +14,6 @@ from ..common.errors import DataError
 from ..common.files import checked, load_json
 from .records import LoggedRun, clean, read_parts
 
-
 _CONFIG = 2**20  # bytes
 _LINE = 10_000  # characters; a longer line is read in pieces
 _CODE = 100_000  # characters of all cells

@@ -9,7 +9,6 @@ from ..planner.text import first_of, lines_of_plan
 from .records import ERROR_ALONE, LoggedRun, Oom
 from .verdict import ExplainedRun, is_shared
 
-
 _CASES = {"evaluation": "in evaluation", "host": "of the host's RAM, not of the card's memory"}
 _TO_TRY = {
     "host": "DATALOADER.NUM_WORKERS 0, MEMFIT.HOST.BUDGET_GB, MEMFIT.HOST.SHARED_DATASET True",
