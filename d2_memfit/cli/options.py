@@ -3,6 +3,7 @@
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,16 @@ def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
     if not trainer_of(args) or given:
         return given
     names = vars(sys.modules[args.trainer.partition(":")[0]])
-    return [v for n, v in names.items() if n.startswith("add_") and n.endswith("config")]
+    adds = [v for n, v in names.items() if n.startswith("add_") and n.endswith("config")]
+    return [function for function in adds if _takes_a_config(function)]
+
+
+def _takes_a_config(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind("cfg")
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def check_lazy_options(args: argparse.Namespace, *others: str) -> None:
@@ -148,8 +158,11 @@ def opts_of_budget(args: argparse.Namespace) -> list[str]:
 
 def budgets_in(opts: Sequence[str]) -> list[str]:
     """Those of the words that are keys of the budget, also of a LazyConfig."""
-    keys = ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET", "TRAIN.MEMFIT.BUDGET_GB", "TRAIN.MEMFIT.PRESET")
-    return [word for word in opts if word.partition("=")[0].lstrip("+").upper() in keys]
+    return [word for word in opts if _key_of(word) in ("MEMFIT.BUDGET_GB", "MEMFIT.PRESET")]
+
+
+def _key_of(word: str) -> str:
+    return word.partition("=")[0].lstrip("+").upper().removeprefix("TRAIN.")
 
 
 def opts_of_fit(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
@@ -157,10 +170,11 @@ def opts_of_fit(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
     if not getattr(args, "fit", False):
         return []
     # A plan turns on "split", where the model can be split.
-    opts = ["MEMFIT.OOM.POLICY", "split"] if args.eval_only else ["MEMFIT.PLAN.ENABLED", "True"]
+    values = {"MEMFIT.OOM.POLICY": "split"} if args.eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
     if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
-        opts += ["MEMFIT.BUDGET_GB", "auto"]
-    return opts
+        values["MEMFIT.BUDGET_GB"] = "auto"
+    given = set(map(_key_of, args.opts))
+    return _opts({key: value for key, value in values.items() if key not in given})
 
 
 def load_yaml(
@@ -188,7 +202,9 @@ def load_yaml(
     """
     opts = [*opts_of_budget(args), *more, *args.opts]
     cfg = load_cfg(args.config_file, (), add_keys, opts)
-    names = [name for name, _, _ in args.coco]
+    file, names = cfg.SOLVER.clone(), [name for name, _, _ in args.coco]
+    if len(set(names)) < len(names):
+        raise ConfigError("--coco: a name is given twice")
     for dataset in args.coco:
         register_coco(*dataset)
     given = set(opts[::2])
@@ -215,10 +231,26 @@ def load_yaml(
     settings = fit_to_data(cfg, train, test, given)
     merge_opts(cfg, _opts({s.key: s.value for s in settings if s.key}))
     args.notes += [f"From the data: {setting}" for setting in settings]
+    if runs and trains:
+        args.notes += _batch_notes(file, cfg.SOLVER)
     merge_opts(cfg, opts_of_fit(cfg, args))
     if runs:
         cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
     return cfg
+
+
+def _batch_notes(recipe: CfgNode, solver: CfgNode) -> list[str]:
+    """A warning if the command changes the file's effective batch and not its learning rate."""
+    factor = solver.IMS_PER_BATCH * solver.ACCUMULATION_STEPS
+    factor /= recipe.IMS_PER_BATCH * recipe.ACCUMULATION_STEPS
+    if factor == 1 or solver.REFERENCE_WORLD_SIZE or solver.BASE_LR != recipe.BASE_LR:
+        return []
+    return [
+        f"SOLVER.IMS_PER_BATCH x ACCUMULATION_STEPS is {factor:.3g} times the batch of the config "
+        f"file, but SOLVER.BASE_LR {solver.BASE_LR:g} is unchanged. Scale it with the batch "
+        f"(arXiv:1706.02677): SOLVER.BASE_LR {solver.BASE_LR * factor:g}. Or keep the batch with "
+        "SOLVER.ACCUMULATION_STEPS"
+    ]
 
 
 def _opts(settings: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog, MetadataCatalog
 
 from ..common import GB
-from ..common.checks import Check
+from ..common.checks import Check, whole
 from ..common.errors import ConfigError
 from ..common.files import check_outputs
 from ..data.coco_file import check_coco_file
@@ -32,6 +32,8 @@ from .screen import say, show
 
 def predict(args: argparse.Namespace) -> None:
     Check("a number from 0 to 1", lambda value: 0 <= value <= 1)("--min-score", args.min_score)
+    if args.tile_size is not None:
+        whole(16)("--tile-size", args.tile_size)
     dataset, files = None, []
     if args.coco:
         name, json_file, image_dir = args.coco[0]

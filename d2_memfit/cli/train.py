@@ -41,7 +41,7 @@ from ..job import Job, LazyParts, TrainerParts
 from ..memory import keep_plan, use_expandable_segments
 from ..planner.fit_config import fit_config
 from .command_line import argument_parser, files_read
-from .options import Config, check_lazy_options, is_lazy, load_lazy, load_yaml
+from .options import Config, check_lazy_options, is_lazy, load_lazy, load_yaml, opts_of_budget
 from .screen import leave_out_dumps, next_step, show
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,12 @@ def prepare(
         check_settings(keys, ranks, trains)
     else:
         if args.hold_out is not None:
-            folder = load_cfg(args.config_file, args.opts, add_keys).OUTPUT_DIR
-            args.coco = hold_out(args.coco, args.hold_out, folder, args.resume)
-        more = ["DATASETS.TEST", "()"] if args.training_only else []
-        keys = cfg = load_yaml(args, add_keys, more, trains=trains, ranks=ranks, runs=True)
+            opts = [*opts_of_budget(args), *args.opts]
+            whole = check_settings(load_cfg(args.config_file, opts, add_keys), ranks, trains)
+            args.coco = hold_out(args.coco, args.hold_out, whole.OUTPUT_DIR, args.resume)
+        keys = cfg = load_yaml(args, add_keys, trains=trains, ranks=ranks, runs=True)
+        if args.training_only:
+            cfg.DATASETS.TEST = ()
         cfg.freeze()
     if keys.MEMFIT.BUDGET_GB is not None or keys.MEMFIT.PRESET:
         use_expandable_segments()  # before anything queries the GPU

@@ -105,23 +105,24 @@ def write_traceback(error: BaseException) -> None:
 
     A command then shows the error as one line (:func:`exit_on_error`).
     """
-    loggers = logging.getLogger("d2_memfit"), logging.getLogger("detectron2")
-    handlers = [h for n in loggers for h in n.handlers if isinstance(h, logging.StreamHandler)]
-    files = [h for h in handlers if os.path.isfile(str(getattr(h.stream, "name", "")))]
-    if files and not hasattr(error, _LOGGED):
+    if (files := _log_files()) and not hasattr(error, _LOGGED):
         setattr(error, _LOGGED, True)
         what = type(error), error, error.__traceback__
         record = logging.LogRecord("d2_memfit", logging.ERROR, "", 0, "The traceback:", (), what)
         files[0].handle(record)
 
 
-def no_traceback_of_loop() -> AbstractContextManager[Any]:
-    """While open, Detectron2's loop logs no traceback. The error is raised, and not handled there.
+def _log_files() -> "list[logging.StreamHandler[Any]]":
+    loggers = logging.getLogger("d2_memfit"), logging.getLogger("detectron2")
+    handlers = [h for n in loggers for h in n.handlers if isinstance(h, logging.StreamHandler)]
+    return [h for h in handlers if os.path.isfile(str(getattr(h.stream, "name", "")))]
 
-    :func:`write_traceback` writes it, or Python does.
-    """
+
+def no_traceback_of_loop() -> AbstractContextManager[Any]:
+    """While open, Detectron2's loop logs no traceback that :func:`write_traceback` writes."""
     source = logging.getLogger("detectron2.engine.train_loop")
-    return patch.object(source, "filters", [*source.filters, lambda record: not record.exc_info])
+    is_shown = lambda record: not (record.exc_info and _log_files())  # noqa: E731
+    return patch.object(source, "filters", [*source.filters, is_shown])
 
 
 def exit_on_error(main: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,9 +5,11 @@ import random
 import re
 import types
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
+from itertools import chain
 from typing import Any, Optional
 
 import numpy as np
@@ -35,7 +37,9 @@ _NO_STATE_OF = {"torch", "logging", "threading", "weakref", "functools", "d2_mem
 _LEAVES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     # Written through .data, so that autograd sees no change
     torch.Tensor: (lambda x: x.detach().clone(), lambda x, saved: x.data.copy_(saved)),
-    np.ndarray: (np.copy, np.copyto),
+    np.ndarray: (lambda x: x.copy(), lambda x, saved: x.__setitem__(..., saved)),
+    bytearray: (bytearray.copy, lambda x, saved: x.__setitem__(slice(None), saved)),
+    array: (lambda x: x[:], lambda x, saved: x.__setitem__(slice(None), saved)),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.RandomState: (np.random.RandomState.get_state, np.random.RandomState.set_state),
     np.random.Generator: (
@@ -79,7 +83,7 @@ class Snapshot:
         known: set[int] = set()
         waiting = list(model.modules() if modules is None else modules)
         for module in waiting:  # parts add those that only their attributes lead to
-            if id(module) not in self._parts and not isinstance(module, FrozenBatchNorm2d):
+            if id(module) not in self._parts and type(module) is not FrozenBatchNorm2d:
                 self._parts[id(module)] = _Part(module, known, waiting)
 
     def restore(self) -> None:
@@ -150,7 +154,9 @@ class _Part:
                 return False
             _, content = found[id(value)] = value, _content(value)
             parts = content.values() if isinstance(content, dict) else content
-            return all(self._finds(part, found) for part in parts)
+            for part in parts:
+                if not self._finds(part, found):
+                    return False
         return True
 
     def restore(self) -> None:
@@ -190,6 +196,8 @@ def _print_of(value: Any) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         numbers = torch.as_tensor(value).detach().to_dense().cpu().double().numpy()
         return numbers.item() if numbers.size == 1 else zlib.crc32(numbers.tobytes())
+    if isinstance(value, (dict, list, tuple, deque)):
+        return [*map(_print_of, [*value.items()] if isinstance(value, dict) else value)]
     return value if isinstance(value, (int, float)) else re.sub(r" at 0x\w+", "", repr(value))
 
 
@@ -263,7 +271,7 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(other[k] is v for k, v in one.items())
+        one, other = [*chain(*one.items())], [*chain(*other.items())]  # in their order
     if isinstance(one, list):
         return [*map(id, one)] == [*map(id, other)]
     if isinstance(one, np.ndarray):

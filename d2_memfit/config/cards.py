@@ -99,7 +99,10 @@ def cards_named(text: str) -> list[Card]:
     "rtx3060", "3060" and "NVIDIA GeForce RTX 3060" are the same. A size in the name does not count.
     """
     name = _joined(_SIZE.sub(" ", text))
-    return [card for card in CARDS.values() if _joined(card.name) == name]
+    # Laptops of GTX 10 and 16 and RTX 20 have the memory of the card for desktops.
+    names = name, re.sub(r"^(1[06]\d0.*|20[678]0.*)laptop$", r"\1", name)
+    found = ([card for card in CARDS.values() if _joined(card.name) == n] for n in names)
+    return next(filter(None, found), [])
 
 
 def find_card(text: str, gigabytes: Optional[float] = None) -> Optional[Card]:

@@ -55,9 +55,10 @@ def cfg_of_lazy(cfg: DictConfig) -> CfgNode:
     for place in ("model", "optimizer", "dataloader", "train", *needed):
         if OmegaConf.select(cfg, place) is None:
             raise ConfigError(f"the LazyConfig has no {place}, which a job needs")
-    for name in ("micro_batch", "budget_gb", "oom"):
-        if name in cfg.train:
-            raise ConfigError(f"train.{name} is not read: it is called train.memfit.{name}")
+    for name in ("micro_batch", "budget_gb", "oom", "amp.dtype"):
+        if OmegaConf.select(cfg.train, name) is not None:
+            now = f"train.memfit.{name.replace('.', '_')}"
+            raise ConfigError(f"train.{name} is not read: it is called {now}")
     values = {key: OmegaConf.select(cfg, lazy_name(key)) for key in (*_OTHERS, *_SOLVER)}
     values["DATALOADER.NUM_WORKERS"] = values["DATALOADER.NUM_WORKERS"] or 0
     keys = with_settings(get_cfg(), {key: v for key, v in values.items() if v is not None})

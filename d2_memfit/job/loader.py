@@ -4,7 +4,7 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Callable
 
 from detectron2.config import CfgNode
@@ -60,19 +60,19 @@ def _checking(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[
     """
 
     def checking(init: Callable[..., None]) -> Callable[..., None]:
-        def checking_init(self: Any, items: Any, *args: Any, **kwargs: Any) -> None:
-            first = items[0] if isinstance(items, list) and items else None
+        def checking_init(self: Any, lst: Any, *args: Any, **kwargs: Any) -> None:
+            first = lst[0] if isinstance(lst, list) and lst else None
             if isinstance(first, Mapping) and "annotations" in first:
-                check(items)
+                check(lst)
             if cfg.MEMFIT.HOST.SHARED_DATASET:
-                init(self, SharedList(items), copy=False, serialize=False)
+                init(self, SharedList(lst), copy=False, serialize=False)
             else:
-                init(self, items, *args, **kwargs)
+                init(self, lst, *args, **kwargs)
 
         return checking_init
 
     def naming(init: Callable[..., None]) -> Callable[..., None]:
-        return lambda self, dataset, function: init(self, dataset, _naming_images(function))
+        return lambda self, dataset, map_func: init(self, dataset, _NamesImage(map_func))
 
     groups: list[Group] = [
         ([common.DatasetFromList], {"__init__": checking}),
@@ -108,14 +108,16 @@ def _check_test_dicts(dicts: Sequence[Mapping[str, Any]], cfg: CfgNode) -> None:
         check(look_at_annotations(dicts), {"mask"})
 
 
-def _naming_images(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A mapper whose errors name the image."""
+class _NamesImage:
+    """A mapper whose errors name the image. Its attributes are the mapper's."""
 
-    @wraps(function)
-    def map_item(item: Any) -> Any:
+    def __init__(self, mapper: Callable[[Any], Any]) -> None:
+        self._mapper = mapper
+
+    def __call__(self, item: Any) -> Any:
         name = item.get("file_name") if isinstance(item, Mapping) else None
         try:
-            return function(item)
+            return self._mapper(item)
         except Exception as e:
             if name is None or isinstance(e, DataError) or is_loader_out_of_memory(e):
                 raise
@@ -125,4 +127,7 @@ def _naming_images(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 "entry out of the dataset"
             ) from e
 
-    return map_item
+    def __getattr__(self, name: str) -> Any:
+        if name == "_mapper":  # during unpickling
+            raise AttributeError
+        return getattr(self._mapper, name)

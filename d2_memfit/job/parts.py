@@ -56,6 +56,7 @@ def load_lazy_config(path: str, opts: Sequence[str]) -> DictConfig:
 def with_overrides(cfg: DictConfig, overrides: Mapping[str, Any]) -> DictConfig:
     """Copy a LazyConfig with other values at some places."""
     changed = copy.deepcopy(cfg)
+    OmegaConf.set_readonly(changed, None)
     for place, value in overrides.items():
         OmegaConf.update(changed, place, value, force_add=True)
     return changed

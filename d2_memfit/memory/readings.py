@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, Union, get_type_hints
 
 import psutil
 import torch
 
 from .. import __version__
 from ..common import MB
+from ..common.checks import fits
 from ..common.errors import DataError
 from ..common.files import Name, load_json, whole_file
 
@@ -162,9 +163,12 @@ class RunRecord:
         path = Path(folder) / _FILE_NAME
         values = load_json(path, "the record of a run ")
         try:
-            return cls(**values)
+            record = cls(**values)
         except TypeError as e:
             raise DataError(f"{path} is not of this version of d2_memfit ({e})") from e
+        if wrong := [n for n, hint in get_type_hints(cls).items() if not fits(values[n], hint)]:
+            raise DataError(f"{path}: {', '.join(wrong)} must have other types")
+        return record
 
 
 def device_and_software(device: torch.device) -> dict[str, Any]:
