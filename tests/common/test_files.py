@@ -41,7 +41,7 @@ def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after(tmp_path, m
     assert events == [temporary_name(file), "rename", str(tmp_path)]
 
 
-def test_fsync_that_fails_is_an_error(tmp_path, monkeypatch):
+def test_fsync_that_fails_for_another_reason_is_an_error(tmp_path, monkeypatch):
     def refuse(descriptor):
         raise OSError(errno.EIO, "Input/output error")
 

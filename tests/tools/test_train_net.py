@@ -12,7 +12,7 @@ import train_net
 from forks import FORKED_RANKS, run_forked
 from tiny import ROOT, read_metrics, tiny_cfg
 
-from d2_memfit.cli import train
+from d2_memfit.cli import options, train
 from d2_memfit.config.load import load_cfg
 from d2_memfit.data.hold_out import hold_out
 from d2_memfit.memory import enforce_budget
@@ -199,3 +199,19 @@ def test_two_ranks_train_together_and_hold_out_the_same_images(
     assert effective[0] == 4
     log_of_rank_1 = (output / "log.txt.rank1").read_text()
     assert "Rank of current process: 1. World size: 2" in log_of_rank_1
+
+
+@pytest.mark.parametrize(
+    ("opts", "advice"),
+    [
+        (["SOLVER.IMS_PER_BATCH", "4"], "SOLVER.BASE_LR 0.005"),
+        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.ACCUMULATION_STEPS", "2"], "SOLVER.BASE_LR 0.01"),
+        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.ACCUMULATION_STEPS", "4"], None),
+        (["SOLVER.IMS_PER_BATCH", "4", "SOLVER.BASE_LR", "0.01"], None),
+    ],
+)
+def test_another_batch_with_the_same_learning_rate_gets_a_warning(opts, advice):
+    file = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_3x"
+    said = options._batch_notes(load_cfg(file).SOLVER, load_cfg(file, opts).SOLVER)
+    assert len(said) == (advice is not None)
+    assert all(f"(arXiv:1706.02677): {advice}." in line for line in said)
