@@ -218,11 +218,9 @@ def train(rank, shape, output_dir, keys, fails="", first=0, last=4):
     logging.getLogger("detectron2").setLevel(logging.WARNING)
     seed_all_rng(rank + first)
     cfg = cfg_of(output_dir, **keys)
-    if shape.startswith("plain "):
-        with replaced_functions(([DistributedDataParallel], {"__init__": on_a_cpu})):
-            trainer = PROJECTS[shape.removeprefix("plain ")](cfg)
-    else:
-        trainer = class_of(shape)(cfg)
+    name = shape.removeprefix("plain ")
+    with replaced_functions(([DistributedDataParallel], {"__init__": on_a_cpu})):
+        trainer = (PROJECTS[name] if name != shape else class_of(shape))(cfg)
     trainer.resume_or_load(resume=first > 0)
     assert trainer.start_iter == first
     model = trainer.model.module if comm.get_world_size() > 1 else trainer.model

@@ -134,4 +134,4 @@ def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path,
     train(cfg, 0, 2, OwnLoader)
     train(cfg, 2, 3, OwnLoader)
     train(cfg, 3, 4)
-    assert log.text.count("The order of the data starts from the beginning: only that of") == 2
+    assert log.text.count("The order of the data starts from the beginning: it needs") == 2
