@@ -2,6 +2,7 @@
 """The tables of the page: what the doctor found in each project, and its job."""
 
 from collections.abc import Mapping
+from textwrap import shorten
 from typing import Any
 
 from pages import markdown_table, with_section
@@ -12,10 +13,9 @@ from .project import PROJECTS
 
 __all__ = ["COLUMNS", "page"]
 
-TOOL = "compatibility.py"
 COLUMNS = ("iteration 0", "accumulation", "recovery", "resume", "two ranks", "plan")
 _REPEATED = f" of the gradient off in micro-batches. See {HELP}"
-_LONGEST = 200  # characters in a cell
+_LONGEST = 110  # characters in a cell
 
 
 def page(text: str, results: Mapping[str, Mapping[str, Any]], versions: str) -> str:
@@ -33,7 +33,7 @@ def page(text: str, results: Mapping[str, Mapping[str, Any]], versions: str) -> 
         rows.append([name, f"`{results[name]['commit'][:8]}`", *cells])
     table = markdown_table(["project", "version", *COLUMNS], rows)
     table = f"{len(rows)} training jobs. {versions}\n\n{table}"
-    return with_section(text, "results", TOOL, table)
+    return with_section(text, "results", "compatibility.py", table)
 
 
 def _cell(findings: Mapping[str, Mapping[str, Any]], column: str) -> str:
@@ -47,4 +47,4 @@ def _cell(findings: Mapping[str, Mapping[str, Any]], column: str) -> str:
         text = f"exact; {words}{losses}" if words else "exact"
     if not text and column == "plan":
         text = found[0]["text"]
-    return text.replace("|", "/")[:_LONGEST] or "y"
+    return shorten(text.replace("|", "/"), _LONGEST, placeholder=" ...") or "y"
