@@ -3,6 +3,7 @@
 
 import ctypes
 import logging
+import math
 import os
 import sys
 from functools import cache
@@ -68,7 +69,7 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
 
     It is the free memory plus the memory of this process, less a margin. On a GPU the CUDA context
     is started first. On the CPU it is the available RAM, divided by the ranks of the machine. The
-    limits of a container count (cgroup v1 and v2).
+    limits of a container count (cgroup v1 and v2), and so does one of the process (ulimit -d).
 
     Args:
         device: as in MODEL.DEVICE.
@@ -87,6 +88,7 @@ def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> f
     elif kind == "cpu":
         taken = process_memory().data_bytes
         free = (available_host_bytes() - _FREE_ON_HOST_GB * GB) / ranks_here - host_bytes
+        free = min(free, _limit_of_process() - taken)
     if free <= 0:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB auto: nothing is free on the device {device}, or it is not visible. "
@@ -176,6 +178,16 @@ def _limit_cuda(budget_gb: Optional[float], device: str) -> None:
         text = "MEMFIT.BUDGET_GB %.4g: PyTorch's allocator may take %.2f GB of the GPU"
         logger.info(text, budget_gb, share * total)
     _replaced[f"cuda:{index}"] = 1.0
+
+
+def _limit_of_process() -> float:
+    """Limit of the process's private memory (ulimit -d), in bytes, without the budget."""
+    if sys.platform != "linux":
+        return math.inf
+    import resource
+
+    limit = _replaced.get("cpu", resource.getrlimit(resource.RLIMIT_DATA)[0])
+    return math.inf if limit == resource.RLIM_INFINITY else limit
 
 
 def _limit_process(budget_gb: Optional[float]) -> None:
