@@ -192,12 +192,13 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _print_of(value: Any) -> Any:
+def _print_of(value: Any, depth: int = 5) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         numbers = torch.as_tensor(value).detach().to_dense().cpu().double().numpy()
         return numbers.item() if numbers.size == 1 else zlib.crc32(numbers.tobytes())
-    if isinstance(value, (dict, list, tuple, deque)):
-        return [*map(_print_of, [*value.items()] if isinstance(value, dict) else value)]
+    if depth and isinstance(value, (dict, list, tuple, deque)):
+        items = value.items() if isinstance(value, dict) else value
+        return [_print_of(item, depth - 1) for item in items]
     return value if isinstance(value, (int, float)) else re.sub(r" at 0x\w+", "", repr(value))
 
 

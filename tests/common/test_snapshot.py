@@ -5,7 +5,7 @@ import copy
 import itertools
 import random
 import weakref
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import torch
 from injection import iterate
 
 from d2_memfit import AccumulatingTrainer
-from d2_memfit.common.snapshot import Snapshot
+from d2_memfit.common.snapshot import Snapshot, changed_by_forward, state_of
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 
 
@@ -211,3 +211,21 @@ def test_what_is_part_of_a_graph_is_left_alone():
         kept.append(model.state)
 
     train({}, change, lambda m: 0, num_iterations=2, fails_in=[1])
+
+
+def test_orders_and_buffers_are_put_back_and_a_list_may_contain_itself():
+    model = torch.nn.Linear(1, 1)
+    model.order, model.bytes, model.numbers = (
+        OrderedDict(a=1, b=2),
+        bytearray(b"ab"),
+        [torch.ones(2000)],
+    )
+    model.numbers.append(model.numbers)
+    before, snapshot = state_of(model), Snapshot(model)
+    model.order.move_to_end("a")
+    model.bytes[0] = 0
+    model.numbers[0][1000] = 2
+    changed, _ = changed_by_forward(before, state_of(model))
+    assert changed == ["Linear.order", "Linear.bytes", "Linear.numbers"]
+    snapshot.restore()
+    assert changed_by_forward(before, state_of(model)) == ([], [])

@@ -21,6 +21,7 @@ SPELLINGS = {
     "4060Ti 16 GB": "rtx_4060_ti_16gb",
     "NVIDIA H100 80GB HBM3": "h100",
     "H100 PCIe": "h100",
+    "GTX 1650 Laptop GPU": "gtx_1650",
     "5090 laptop": "rtx_5090_laptop",
     "RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtx_pro_6000",
     "Jetson Orin Nano 8GB": "jetson_orin_nano",
