@@ -182,7 +182,9 @@ def _budgeted(cfg: CN) -> None:
 
 
 def unknown_key(key: str, known: Sequence[str], where: str = "") -> ConfigError:
-    """The error of a key that there is not."""
+    """The error of a key that there is not, or that is a node."""
+    if below := [name for name in known if name.startswith(f"{key}.")]:
+        return ConfigError(f"{where}{key} is a node: name a key in it, such as {below[0]}")
     why = "If a project adds it, name the function that does: --project MODULE:FUNCTION"
     if key.startswith("MEMFIT."):
         why = "CHANGELOG.md has the keys that have left"
