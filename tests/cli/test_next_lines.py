@@ -2,12 +2,15 @@
 """The line "Next" of each command works when it is pasted, and leads to the next one."""
 
 import json
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 from pasted import paste
 from tiny import tiny_cfg
 
 from d2_memfit.cli.command_line import main
+from d2_memfit.cli.plan import _what_fits
 
 SHORT = ["SOLVER.MAX_ITER", "1", "DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_BATCH", "2"]
 
@@ -45,3 +48,18 @@ def test_what_does_not_fit_leads_to_what_does(config_file, tmp_path, capsys):
         with pytest.raises(SystemExit, match="3"):
             main(["plan", *job, *options, *size, *SHORT])
         assert paste(capsys.readouterr().out, folder).startswith("Fits: ")
+
+
+@pytest.mark.parametrize(
+    ("file", "opts", "left"),
+    [
+        ("a.yaml", "MEMFIT.BUDGET_GB 1 SEED 2 MEMFIT.PRESET 6GB", ["SEED", "2"]),
+        ("a.py", "+train.memfit.budget_gb=1 train.max_iter=2", ["train.max_iter=2"]),
+    ],
+)
+def test_a_job_that_fits_nowhere_is_tried_with_its_smallest_budget_only(file, opts, left):
+    args = Namespace(config_file=file, opts=opts.split())
+    plan = SimpleNamespace(fits=False, must_allow=[], smallest_budget_gb=3.2)
+    assert _what_fits(args, plan) == {"card": None, "budget": 3.2, "opts": left}
+    plan.must_allow = ["exact", "recipe"]
+    assert _what_fits(args, plan) == {"allow": "exact,recipe"}

@@ -106,6 +106,8 @@ def test_two_ranks(arguments, tmp_path):
         "+train.memfit.micro_batch=1.5",
         "+train.memfit.head.chunk_size=1",
         "+train.oom.policy=split",
+        "+train.amp.dtype=bfloat16",
+        "+train.memfit.amp_dtype=float8",
         "--hold-out 0.2",
         "--config-file no.py",
         "train.max_iter=2 --resume",

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Whatever ends a run, at any moment: the last completed step is saved, and resumed bit by bit."""
 
+import logging
 import signal
 from pathlib import Path
 
@@ -262,3 +263,11 @@ def test_a_last_save_that_fails_is_said(tmp_path, log):
     )
     assert error.code == 143
     assert "cannot save the checkpoint" in log.text
+
+
+@pytest.mark.parametrize("logger", ["d2_memfit", "detectron2"])
+def test_a_log_file_of_the_users_has_the_traceback_once(tmp_path, monkeypatch, logger):
+    handler = logging.FileHandler(tmp_path / "own.log")
+    monkeypatch.setattr(logging.getLogger(logger), "handlers", [handler])
+    assert run(0, tmp_path / "run", 0, "forward", "error", 0)[1] == "Injected"
+    assert (tmp_path / "own.log").read_text().count("Traceback (most recent call last)") == 1

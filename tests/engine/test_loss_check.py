@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from criteria import Detector, annotated_images
 from detectron2.utils.events import EventStorage
-from tiny import images, tiny_cfg, tiny_model
+from tiny import images, parameters, tiny_cfg, tiny_model
 from torch import nn
 
 from d2_memfit import AccumulatingTrainer
+from d2_memfit.common.compat import create_ddp_model
 from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.engine.loss_check import check_losses
 from d2_memfit.job import losses_of
@@ -195,6 +196,32 @@ def test_a_class_with_the_name_of_a_known_one_is_checked_too():
     report = report_of(Namesake().double())
     assert report.names == ["loss"]
     assert not report.off
+
+
+def train_namesake(rank):
+    """Weights after two iterations: of one run, and of one that is resumed after the first."""
+    found = []
+    for ends in ((2,), (1, 2)):
+        torch.manual_seed(0)
+        model, start, saved = create_ddp_model(Namesake().double()), 0, {}
+        for end in ends:
+            windows = [annotated_images((3, 1, 2), 2 * i + rank) for i in range(start, end)]
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            summed = NormalizerOptions(losses=[["loss", "sum"]])
+            trainer = AccumulatingTrainer(
+                model, windows, sgd, micro_batch_size=2, normalizers=summed
+            )
+            if start:
+                trainer.load_state_dict(saved)
+            trainer.train(start, end)
+            start, saved = end, trainer.state_dict()
+        found.append(parameters(model))
+    return found
+
+
+def test_a_class_with_the_name_of_a_known_one_is_trained_on_ranks_and_in_resumed_runs(two_ranks):
+    for straight, resumed in (train_namesake(0), *two_ranks.run(train_namesake)):
+        assert all(torch.equal(resumed[name], weight) for name, weight in straight.items())
 
 
 class Drifting(Detector):

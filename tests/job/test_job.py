@@ -155,6 +155,15 @@ def test_keys_of_a_lazy_config_have_their_places():
         cfg_of_lazy(OmegaConf.create({"model": {}}))
 
 
+def test_a_lazy_config_that_is_read_only_can_be_planned():
+    cfg = lazy_config()
+    OmegaConf.set_readonly(cfg, True)
+    job = Job.from_lazy(cfg, 1).with_settings({"MEMFIT.MICRO_BATCH": 1})
+    assert job.parts.cfg.train.memfit.micro_batch == 1
+    assert job.build_optimizer(job.build_model())
+    assert OmegaConf.is_readonly(cfg)
+
+
 def test_pieces_are_a_job_and_a_job_is_a_trainer():
     cfg = tiny_cfg("faster_rcnn", fpn=False)
     images = Job.from_cfg(cfg, 1).training_batch(4)

@@ -2,10 +2,12 @@
 """Training with registered datasets, of which nothing was checked: what is said."""
 
 import copy
+import pickle
 
 import pytest
 from detectron2.data import (
     DatasetCatalog,
+    DatasetMapper,
     MetadataCatalog,
     build_detection_test_loader,
     build_detection_train_loader,
@@ -97,6 +99,16 @@ def test_an_image_that_cannot_be_loaded_is_named(cfg, dicts, tmp_path, workers, 
             loader = build_detection_test_loader(cfg, NAME)
     with pytest.raises(DataError, match=r"the image .*truncated\.png cannot be loaded, .*OSError"):
         next(iter(loader))
+
+
+def test_attributes_of_a_mapper_are_seen_in_the_dataset_also_in_a_worker(cfg, dicts):
+    mapper = DatasetMapper(cfg, is_train=False)
+    mapper.own = 7
+    with checked_test_loaders(cfg):
+        dataset = build_detection_test_loader(cfg, NAME, mapper=mapper).dataset
+    for seen in (dataset, pickle.loads(pickle.dumps(dataset))):
+        assert seen._map_func.own == 7
+        assert not hasattr(seen._map_func, "another")
 
 
 def test_images_to_evaluate_on_without_annotations_are_told_before_an_ap_of_nan(cfg, dicts, log):

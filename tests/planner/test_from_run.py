@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_cfg
 
 from d2_memfit import Job, estimate_memory
-from d2_memfit.common.errors import ConfigError
+from d2_memfit.common.errors import ConfigError, DataError
 from d2_memfit.memory import RunRecord, device_and_software
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.from_run import as_in_run
@@ -97,6 +97,12 @@ def test_a_run_that_took_less_is_believed_if_it_is_long(cfg, keep, iterations, l
 def test_a_run_of_something_else_is_an_error(cfg, values, reason, keep):
     with pytest.raises(ConfigError, match=reason):
         estimate(cfg, "cpu", run=keep(cfg, **values))
+
+
+def test_a_record_whose_values_are_of_other_types_is_refused(cfg, keep):
+    wrong = {"here": "cpu", "ranks": True, "predicted_gb": [float("nan")], "iterations": "5"}
+    with pytest.raises(DataError, match=f"peaks.json: {', '.join(wrong)} must have other types"):
+        estimate(cfg, "cpu", run=keep(cfg, **wrong))
 
 
 def test_plans_start_from_a_run_too_and_say_so(cfg, wrong, keep):

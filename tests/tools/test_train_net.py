@@ -4,6 +4,7 @@
 import json
 import logging
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from forks import FORKED_RANKS, run_forked
 from tiny import ROOT, read_metrics, tiny_cfg
 
 from d2_memfit.cli import options, train
-from d2_memfit.config.load import load_cfg
+from d2_memfit.config.load import get_cfg, load_cfg
 from d2_memfit.data.hold_out import hold_out
 from d2_memfit.memory import enforce_budget
 
@@ -103,6 +104,25 @@ def test_fit_takes_the_card_that_is_named(arguments, coins):
     assert cfg.MEMFIT.PLAN.ENABLED
 
 
+YAML = "MEMFIT.PLAN.ENABLED False MEMFIT.OOM.POLICY raise MEMFIT.BUDGET_GB None"
+LAZY = "train.memfit.plan.enabled=False ++train.memfit.oom.policy=raise +train.memfit.budget_gb=6"
+
+
+@pytest.mark.parametrize("opts", [YAML, LAZY])
+def test_fit_leaves_the_keys_that_the_user_gives(opts):
+    for eval_only in (False, True):
+        args = Namespace(fit=True, eval_only=eval_only, opts=opts.split())
+        assert options.opts_of_fit(get_cfg(), args) == []
+        args.opts = []
+        assert options.opts_of_fit(get_cfg(), args)[-2:] == ["MEMFIT.BUDGET_GB", "auto"]
+
+
+def test_with_training_only_nothing_is_evaluated(arguments):
+    args = train.argument_parser().parse_args(["--training-only", *arguments])
+    cfg = train.prepare(args)
+    assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("cli_train",), ())
+
+
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks cannot share one GPU")
 def test_an_error_of_a_rank_is_one_line(arguments):
     """Of a file that no one looks into before training."""
@@ -128,6 +148,7 @@ def test_evaluation_needs_nothing_of_what_training_needs(arguments, tmp_path, ca
     [
         (["MODEL.WEIGHTS", "BROKEN.pth"], "cannot read the checkpoint"),
         (["--resume"], "cannot read the checkpoint"),
+        (["--coco", "cli_val", "again.json", "."], "--coco: a name is given twice"),
         (["SEED", 1, "--fit"], "KEY VALUE pairs: a value is missing after --fit"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
@@ -144,7 +165,7 @@ def test_bad_input_is_one_line_and_leaves_the_output_alone(
     (output_dir / "model_0000001.pth").write_text("truncated")
     (output_dir / "last_checkpoint").write_text("model_0000001.pth")
     before = outputs(output_dir)
-    extra = [*extra, *arguments] if extra[0] == "--resume" else [*arguments, *extra]
+    extra = [*extra, *arguments] if extra[0].startswith("--") else [*arguments, *extra]
     status, printed = call(capsys, *extra)
     assert (status, printed.count("\n")) == (2, 1)
     assert printed.startswith("error: ")
@@ -177,6 +198,14 @@ def test_one_command_trains_on_one_part_and_evaluates_on_the_other(
     assert call(capsys, "--resume", *arguments, "SOLVER.MAX_ITER", 3)[0] == 0
     assert read_metrics(output)[-1]["iteration"] == 3  # that of the evaluation
     assert parts_in(output) == parts
+
+
+def test_a_wrong_value_is_named_before_images_are_held_out(arguments, coins, tmp_path, capsys):
+    wrong = ["SOLVER.MAX_ITER", 0, "MEMFIT.MICRO_BATCH", 0]
+    status, printed = call(capsys, *held_out(arguments, coins), *wrong)
+    assert status == 2
+    assert all(f"error: {key} must be" in printed for key in wrong[::2])
+    assert not (tmp_path / "output").exists()
 
 
 RANKS = {
@@ -215,3 +244,9 @@ def test_another_batch_with_the_same_learning_rate_gets_a_warning(opts, advice):
     said = options._batch_notes(load_cfg(file).SOLVER, load_cfg(file, opts).SOLVER)
     assert len(said) == (advice is not None)
     assert all(f"(arXiv:1706.02677): {advice}." in line for line in said)
+
+
+def test_a_training_gets_this_warning_among_its_notes(arguments):
+    args = train.argument_parser().parse_args([*arguments, "SOLVER.IMS_PER_BATCH", "4"])
+    train.prepare(args)
+    assert sum("is 2 times the batch of the config file" in note for note in args.notes) == 1
