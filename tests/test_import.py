@@ -96,6 +96,7 @@ assert found == (0, True, 1), found
 """
 
 
+@pytest.mark.slow
 def test_an_import_changes_no_signal_thread_hook_or_variable_nor_those_of_workers(tmp_path):
     names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)

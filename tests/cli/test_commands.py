@@ -85,6 +85,7 @@ def test_a_plan_has_the_budget_and_the_guards_of_the_card(config_file, capsys, l
     assert "sold as" not in log.text  # the budget of a card is one that it has
 
 
+@pytest.mark.slow
 def test_a_card_is_the_budget_of_an_estimate_too(config_file, capsys):
     estimate = ["estimate", "--config-file", config_file, "--instances", "3", "--details"]
     main([*estimate, "--card", "6GB", "--device", "cuda"])

@@ -180,6 +180,7 @@ def test_a_config_file_that_runs_code_is_not_loaded(write, tmp_path, capsys):
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.slow
 def test_a_lazy_config_is_named_by_its_file(write, tmp_path, capsys):
     lazy = write([m.replace("up.yaml", "up.py") for m in log() if "full config" not in m])
     file = tmp_path / "own.py"

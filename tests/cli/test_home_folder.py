@@ -4,10 +4,12 @@
 import os
 import sys
 
+import pytest
 from resumed import coins_cfg
 from tiny import run_process
 
 
+@pytest.mark.slow
 def test_a_training_and_an_estimate_leave_the_home_folder_empty(coins, tmp_path):
     cfg = coins_cfg(tmp_path / "output", "faster_rcnn")
     cfg.SOLVER.ACCUMULATION_STEPS, cfg.SOLVER.MAX_ITER = 1, 3

@@ -64,6 +64,7 @@ def read(descriptor):
         return b""
 
 
+@pytest.mark.slow
 def test_it_shows_no_dumps(runs):
     folder, *shown = runs
     log = (folder / "log.txt").read_text()
@@ -142,7 +143,7 @@ def test_a_training_with_hostile_names_is_one_like_others(coins, tmp_path):
         assert not set(text) & set("\x1b\x07\x9b\u202e")
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("is_terminal", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_progress_is_one_line_of_a_terminal_that_goes_away(is_terminal):
     code = (
         "from d2_memfit.cli.screen import show, show_progress as say; "

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from importlib.metadata import version
 
+import pytest
 from tiny import ROOT, run_process, tiny_cfg
 
 from d2_memfit.common.startup import missing
@@ -36,6 +37,7 @@ def test_without_detectron2_the_lines_to_type_are_said(monkeypatch):
     assert "--no-build-isolation 'git+https://github.com/facebookresearch/detectron2" in missing()
 
 
+@pytest.mark.slow
 def test_an_estimate_does_not_import_dynamo_and_what_compiles_still_can(tmp_path):
     file = tmp_path / "tiny.yaml"
     file.write_text(tiny_cfg("mask_rcnn").dump())

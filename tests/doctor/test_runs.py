@@ -124,6 +124,7 @@ def test_two_ranks_of_a_lazy_config(coins):
     assert all(f.is_well for f in found.values()), [str(f) for f in found.values()]
 
 
+@pytest.mark.slow
 def test_what_a_resumed_run_does_not_find_again_is_told(coins, capfd):
     found = {f.what: f for f in examine_runs(*job_of(coins, 1, Forgetting, fpn=False))}["resume"]
     assert not found.is_well
@@ -146,6 +147,7 @@ def test_runs_are_without_precise_statistics(coins):
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_told(coins):
     text = "MEMFIT.OOM.POLICY raise: weights differ between the ranks"
     with pytest.raises(Unwell, match=text):

@@ -106,6 +106,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_plain_detectron2_loads_and_traces_the_model_that_training_leaves(cfg, coins):
     cfg.MODEL.ROI_HEADS.SCORE_THRESH_TEST = 0.0
     train(with_all_exact_techniques(cfg))

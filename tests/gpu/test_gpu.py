@@ -206,6 +206,7 @@ def test_allocations_above_the_budget_fail(gpu):
     torch.empty(min(total // 3, 2**32), dtype=torch.uint8, device=gpu)  # no limit is left
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_split_and_memory_does_not_grow(gpu):
     model = tiny_model(tiny_cfg("mask_rcnn", device=gpu))
     loader = [images(8, size=side(gpu))] * 4

@@ -58,6 +58,7 @@ _FIRST_CALLS = {
 }
 
 
+@pytest.mark.slow
 @linux
 def test_libraries_have_what_they_cannot_do_without_before_there_is_a_limit():
     """Without it OpenBLAS asks for ever, and OpenMP ends the process."""

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Some blocks of a model recomputed."""
 
+import pytest
 from tiny import sized
 
 from d2_memfit import plan_memory
@@ -11,6 +12,7 @@ from d2_memfit.planner.estimate import DryJob
 from d2_memfit.planner.plan_file import planned, planned_yaml
 
 
+@pytest.mark.slow
 def test_a_plan_recomputes_as_few_blocks_as_fit():
     """BatchNorm that is trained: smaller micro-batches would be another recipe."""
     opts = ["SOLVER.IMS_PER_BATCH", 2, "MODEL.ROI_HEADS.BATCH_SIZE_PER_IMAGE", 32]

@@ -176,6 +176,7 @@ JOBS = {
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("batch norm", "16 bits")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mask", "retinanet on a cpu", *SLOW])
 def test_more_memory_is_never_worse(name):
     """With the dry runs of a job, which all budgets share."""

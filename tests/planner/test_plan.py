@@ -39,6 +39,7 @@ def plan(cfg, budget_gb, **kwargs):
     return plan_memory(cfg, budget_gb, **options)
 
 
+@pytest.mark.slow
 def test_ranks_share_optimizer_states_and_batches_and_each_recovers(mask):
     alone, eight = plan(mask, 10), plan(mask, 10, num_gpus=8)
     assert eight.before.images_per_gpu == 1
@@ -46,6 +47,7 @@ def test_ranks_share_optimizer_states_and_batches_and_each_recovers(mask):
     assert alone.settings["MEMFIT.OOM.POLICY"] == eight.settings["MEMFIT.OOM.POLICY"] == "split"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_the_smallest_budget_which_then_fits(mask):
     p = plan(mask, 1, allow=["exact"])
     assert not p.fits
@@ -70,6 +72,7 @@ def test_what_fits_is_left_alone(mask):
     assert p.time_factor == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget_gb", [24, 3.5])
 def test_mixed_precision_comes_first_only_if_speed_is_preferred(mask, budget_gb):
     p, faster = (plan(mask, budget_gb, device="v100", prefer=what) for what in ("exact", "speed"))
@@ -122,6 +125,7 @@ def test_a_users_micro_batch_is_not_made_larger(mask):
     assert p.settings["MEMFIT.MICRO_BATCH"] == 1
 
 
+@pytest.mark.slow
 def test_estimate_and_plan_agree_on_what_fits(mask):
     """At the budget in which the job just fits as it is, and a little below."""
     start = DryJob(Job.from_cfg(mask, 1, **CASE), DeviceModel.load("cuda"), evaluates=False)
@@ -155,6 +159,7 @@ def test_recipes_say_what_they_change_and_only_those_that_are_needed_stay():
     assert step.what == "the sampling; small objects are seen less often"
 
 
+@pytest.mark.slow
 def test_with_batch_norm_there_are_no_smaller_micro_batches():
     cfg = small_job(4)
     cfg.SOLVER.IMS_PER_BATCH, cfg.MODEL.RESNETS.NORM = 8, "BN"
@@ -249,7 +254,7 @@ def images_of_runs(monkeypatch):
     [
         (24, 3, 13),  # 3, 2, and 8 to verify
         (3.5, 4, 12),  # 3, 2, and 4 and 3 to verify
-        (1.6, 15, 28),  # of 1, but the lines of four rungs
+        pytest.param(1.6, 15, 28, marks=pytest.mark.slow),  # of 1, but the lines of four rungs
         (0.9, 3, 3),  # of 1: the last rung, and that of each tier that is not allowed
     ],
 )

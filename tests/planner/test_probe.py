@@ -32,7 +32,8 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
     "family",
     [
         pytest.param("proposal_network", marks=pytest.mark.sweep),  # a part of the others
-        *("mask_rcnn", "keypoint_rcnn", "retinanet"),
+        pytest.param("keypoint_rcnn", marks=pytest.mark.slow),
+        *("mask_rcnn", "retinanet"),
     ],
 )
 def test_a_real_run_has_the_peaks_of_the_dry_one(family):
@@ -57,6 +58,7 @@ def test_a_real_run_has_the_peaks_of_the_dry_one(family):
     assert peaks[1] == pytest.approx(evaluation, abs=0.01 * evaluation + 2 * ORIGINAL)
 
 
+@pytest.mark.slow
 def test_mixed_precision_steps_too():
     """The scaler of float16 would leave out first steps, and with them the optimizer's states."""
     cfg = tiny_cfg("retinanet")

@@ -54,6 +54,7 @@ def samples(model_config, num):
     return [sample(i, model_config) for i in range(num)]
 
 
+@pytest.mark.slow
 def test_the_estimate_has_the_bytes_of_a_computed_step(computing):
     model_config, train_config = configs_of("masks")
     job = job_of(model_config, train_config, 5, "cpu")

@@ -69,7 +69,9 @@ def spots(size=700):
     return pixels
 
 
-@pytest.mark.parametrize(("size", "overlap"), [(256, 64), (300, 200)])
+@pytest.mark.parametrize(
+    ("size", "overlap"), [(256, 64), pytest.param(300, 200, marks=pytest.mark.slow)]
+)
 def test_merged_tiles_find_what_the_whole_image_has_every_object_once(size, overlap, tmp_path):
     whole = BrightSpots.find(spots())
     cv2.imwrite(str(tmp_path / "spots.png"), spots())

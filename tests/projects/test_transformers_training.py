@@ -92,6 +92,7 @@ def train_here(folder, start, end):
     return trainer.seen, torch.load(file, weights_only=True)["model"]
 
 
+@pytest.mark.slow
 def test_the_average_is_resumed_and_is_the_one_of_the_formula(coins, tmp_path):
     seen, straight = train_here(tmp_path / "straight", 0, 4)
     train_here(tmp_path / "resumed", 0, 2)

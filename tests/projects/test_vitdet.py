@@ -53,6 +53,7 @@ def test_it_trains_with_checkpointing_and_is_evaluated(config, folder, log):
     assert any("segm/AP" in m for m in metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [FPN, pytest.param(VITDET, marks=NEEDS_VIT)])
 def test_the_command_plans_the_config_as_it_stands(config, folder, capsys):
     planned = folder / "planned.py"

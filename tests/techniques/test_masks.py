@@ -191,7 +191,7 @@ class ComparesAllPixels(torch.nn.Module):
 class Compares(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(20, 600, 600))
+        self.weight = torch.nn.Parameter(torch.ones(20, 300, 300))
 
     def forward(self, masks):
         return F.binary_cross_entropy_with_logits(self.weight * masks[0].float(), masks[0].float())
@@ -206,7 +206,7 @@ def test_whole_masks_are_kept_for_the_backward_with_other_techniques(context, mo
     for cfg.MEMFIT.MASKS.PACKED in (False, True):
         model = apply_techniques("model", ComparesAllPixels(), cfg)
         with context():
-            model([masks((600, 600))]).backward()
+            model([masks((300, 300))]).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *gradients))
 

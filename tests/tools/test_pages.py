@@ -47,6 +47,7 @@ def test_all_jobs_are_in_the_table_of_the_readme():
     assert named == [name for name, *_ in make_readme_table.JOBS]
 
 
+@pytest.mark.slow
 def test_the_page_for_those_who_ran_out_of_memory_has_what_the_planner_says():
     lines = section(guide.PAGE, "tries", guide.TOOL).splitlines()
     assert [line.partition(".")[0] for line in lines if line[2:3].isdigit()] == [
