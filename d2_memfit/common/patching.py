@@ -4,12 +4,14 @@
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, Callable
 from unittest.mock import patch
 
 from torch import nn
 
 __all__ = ["Group", "files_of_classes", "modules_with", "replaced_functions", "source_files"]
+__all__ += ["with_original"]
 
 # Files, such as Python modules, classes, or the result of source_files; and by name a function that
 # makes the new function from the original.
@@ -37,6 +39,13 @@ def replaced_functions(*groups: Group) -> Iterator[None]:
             for file, name, original in found:
                 stack.enter_context(patch.object(file, name, replacements[name](original)))
         yield
+
+
+def with_original(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Make a :data:`Group`'s function from one that gets the original, then the arguments."""
+    return lambda original: wraps(original)(
+        lambda *args, **kwargs: function(original, *args, **kwargs)
+    )
 
 
 def modules_with(name: str) -> list[tuple[Any, Any]]:

@@ -8,9 +8,9 @@ such. A crowded image is taken to have 9 times the objects of a mean one, as in 
 mean of 7 and at most 63 (DETR paper, arXiv:2005.12872, section 4).
 """
 
-import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import mean
@@ -29,8 +29,6 @@ from ..data.faults import size_of_image
 
 __all__ = ["ANY_SIZE", "Size", "Statistics", "assumed_statistics", "boxes_anywhere", "dict_of"]
 __all__ += ["invented_dict", "num_objects_of", "statistics_of"]
-
-logger = logging.getLogger(__name__)
 
 Size = tuple[int, int]  # height and width in pixels
 
@@ -136,13 +134,6 @@ _KNOWN = {
 _UNKNOWN = _Known("", DEFAULT_INSTANCES, 7, True, "")
 
 
-def _known(names: Sequence[str]) -> _Known:
-    """The most crowded of some datasets."""
-    prefixes = [name.removeprefix("keypoints_").partition("_")[0] for name in names]
-    known = [_KNOWN.get(prefix, _UNKNOWN) for prefix in prefixes]
-    return _UNKNOWN if _UNKNOWN in known else max(known, key=lambda k: k.most, default=_UNKNOWN)
-
-
 def assumed_statistics(
     names: Sequence[str], with_labels: bool = False, mean_instances: Optional[float] = None
 ) -> Statistics:
@@ -152,7 +143,10 @@ def assumed_statistics(
         with_labels: as for :func:`invented_dict`.
         mean_instances: the mean number of objects in an image, if somebody has counted them.
     """
-    known, name = _known(names), (*names, "")[0]
+    name = (*names, "")[0]
+    prefixes = [n.removeprefix("keypoints_").partition("_")[0] for n in names]
+    found = [_KNOWN.get(prefix, _UNKNOWN) for prefix in prefixes]  # the most crowded counts
+    known = _UNKNOWN if _UNKNOWN in found else max(found, key=lambda k: k.most, default=_UNKNOWN)
     if mean_instances is not None and known is _UNKNOWN:
         most, source = math.ceil(_CROWDED * mean_instances), f"{_CROWDED} times that is a guess"
         known = _Known("this dataset", most, mean_instances, True, source)
@@ -190,7 +184,7 @@ def assumed_statistics(
 
 def statistics_of(names: Sequence[str]) -> Optional[Statistics]:
     """Statistics of some datasets; None if one of them cannot be read."""
-    found: list[Any] = [_statistics_of_one(n) if n in DatasetCatalog else None for n in names]
+    found: list[Any] = [_statistics_of_one(name) for name in names]
     if not found or None in found:
         return None
     numbers = sorted((num for one in found for num in one.instances_per_image), reverse=True)
@@ -206,15 +200,11 @@ def statistics_of(names: Sequence[str]) -> Optional[Statistics]:
 
 
 def _statistics_of_one(name: str) -> Optional[Statistics]:
-    metadata = MetadataCatalog.get(name)
-    json_file = metadata.get("panoptic_json", metadata.get("json_file"))
-    if json_file and not is_file(json_file):  # loading could download it
-        return None
-    with aside():
-        try:
-            return _statistics_of_registered(name, DatasetCatalog[name])
-        except Exception as e:  # any file, package or check of a dataset may fail
-            logger.info("The dataset %s cannot be read: %s: %s", name, type(e).__name__, e)
+    with aside(), suppress(Exception):  # any file, package or check of a dataset may fail
+        load, metadata = DatasetCatalog[name], MetadataCatalog.get(name)
+        json_file = metadata.get("panoptic_json", metadata.get("json_file"))
+        if not json_file or is_file(json_file):  # loading could download it
+            return _statistics_of_registered(name, load)
     return None
 
 

@@ -31,9 +31,7 @@ class GivenBatches:
     None if the images have no field of objects.
     """
 
-    assumptions: tuple[str, ...] = ()
-    evaluation_assumptions: tuple[str, ...] = ()
-    at_least: tuple[str, ...] = ()
+    assumptions = evaluation_assumptions = at_least = ()
     is_guess = has_any_shape = False
     typical = None
 
@@ -179,23 +177,21 @@ def _resize_pixels(pixels: torch.Tensor, size: tuple[int, int], mode: str) -> to
 
 
 def _resize_field(field: Any, before: tuple[int, int], size: tuple[int, int]) -> Any:
-    height, width = before
-    scale_x, scale_y = size[1] / width, size[0] / height
+    xy = size[1] / before[1], size[0] / before[0]
     if isinstance(field, (Boxes, RotatedBoxes)):
         field = field.clone()
-        field.scale(scale_x, scale_y)
+        field.scale(*xy)
         return field
     if isinstance(field, Keypoints):
         # (N, K, 3): x, y, visibility
-        return Keypoints(field.tensor * field.tensor.new_tensor([scale_x, scale_y, 1]))
+        return Keypoints(field.tensor * field.tensor.new_tensor([*xy, 1]))
     if isinstance(field, PolygonMasks):
-        xy = (scale_x, scale_y)
         return PolygonMasks(
             [[(p.reshape(-1, 2) * xy).reshape(-1) for p in polygons] for polygons in field.polygons]
         )
     if isinstance(field, BitMasks):
         return BitMasks(_resize_pixels(field.tensor, size, "nearest"))
     # Masks without a class of their own, as Mask2Former's.
-    if isinstance(field, torch.Tensor) and field.shape[-2:] == (height, width):
+    if isinstance(field, torch.Tensor) and field.shape[-2:] == tuple(before):
         return _resize_pixels(field, size, "nearest")
     return field  # classes, scores: nothing with pixels

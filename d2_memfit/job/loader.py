@@ -4,7 +4,6 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, Callable
 
 from detectron2.config import CfgNode
@@ -13,7 +12,7 @@ from detectron2.utils import comm
 
 from ..common.compat import map_datasets
 from ..common.errors import DataError
-from ..common.patching import Group, replaced_functions
+from ..common.patching import Group, replaced_functions, with_original
 from ..data.faults import check, kinds_of, look_at_annotations, look_at_images, warnings_about
 from ..memory import is_loader_out_of_memory
 from ..techniques.host import SharedList
@@ -37,7 +36,7 @@ def checked_loader(build_loader: Callable[..., Any], cfg: CfgNode) -> Callable[.
     Raises:
         DataError: in the call, or while the loader is iterated.
     """
-    return _checking(partial(_check_dicts, cfg=cfg), cfg)(build_loader)
+    return _checking(_check_dicts, cfg)(build_loader)
 
 
 def checked_test_loaders(cfg: CfgNode) -> AbstractContextManager[None]:
@@ -49,34 +48,31 @@ def checked_test_loaders(cfg: CfgNode) -> AbstractContextManager[None]:
     Raises:
         DataError: when a loader is built or iterated.
     """
-    return _checking(partial(_check_test_dicts, cfg=cfg), cfg)
+    return _checking(_check_test_dicts, cfg)
 
 
 @contextmanager
-def _checking(check: Callable[[Sequence[Any]], None], cfg: CfgNode) -> Iterator[None]:
+def _checking(check: Callable[[Any, CfgNode], None], cfg: CfgNode) -> Iterator[None]:
     """While open, Detectron2's ``DatasetFromList`` checks, and its ``MapDataset`` names images.
 
     The first also shares its items with other processes, if MEMFIT.HOST.SHARED_DATASET.
     """
 
-    def checking(init: Callable[..., None]) -> Callable[..., None]:
-        def checking_init(self: Any, lst: Any, *args: Any, **kwargs: Any) -> None:
-            first = lst[0] if isinstance(lst, list) and lst else None
-            if isinstance(first, Mapping) and "annotations" in first:
-                check(lst)
-            if cfg.MEMFIT.HOST.SHARED_DATASET:
-                init(self, SharedList(lst), copy=False, serialize=False)
-            else:
-                init(self, lst, *args, **kwargs)
+    def check_list(init: Any, self: Any, lst: Any, *args: Any, **kwargs: Any) -> None:
+        first = lst[0] if isinstance(lst, list) and lst else None
+        if isinstance(first, Mapping) and "annotations" in first:
+            check(lst, cfg)
+        if cfg.MEMFIT.HOST.SHARED_DATASET:
+            init(self, SharedList(lst), copy=False, serialize=False)
+        else:
+            init(self, lst, *args, **kwargs)
 
-        return checking_init
-
-    def naming(init: Callable[..., None]) -> Callable[..., None]:
-        return lambda self, dataset, map_func: init(self, dataset, _NamesImage(map_func))
+    def name_images(init: Any, self: Any, dataset: Any, map_func: Callable[..., Any]) -> None:
+        init(self, dataset, _NamesImage(map_func))
 
     groups: list[Group] = [
-        ([common.DatasetFromList], {"__init__": checking}),
-        (map_datasets, {"__init__": naming}),
+        ([common.DatasetFromList], {"__init__": with_original(check_list)}),
+        (map_datasets, {"__init__": with_original(name_images)}),
     ]
     with replaced_functions(*groups):
         yield

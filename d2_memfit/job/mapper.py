@@ -21,7 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 from PIL import Image
 
 from ..common.compat import map_datasets
-from ..common.patching import Group, modules_with, replaced_functions
+from ..common.patching import Group, modules_with, replaced_functions, with_original
 from ..common.side_work import aside
 from .datasets import Size, boxes_anywhere, dict_of, invented_dict, num_objects_of, statistics_of
 
@@ -61,28 +61,22 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
     """
     captured = CapturedLoader()
 
-    def note_mapper(init: Callable[..., None]) -> Callable[..., None]:
-        def noting_init(self: Any, dataset: Any, map_func: Callable[..., Any]) -> None:
-            captured.mappers.append(map_func)
-            is_list = isinstance(dataset, (list, common.DatasetFromList))
-            if is_list and len(dataset) and isinstance(dataset[0], dict):
-                captured.first = dataset[0]
-            init(self, dataset, map_func)
+    def note_mapper(init: Any, self: Any, dataset: Any, map_func: Callable[..., Any]) -> None:
+        captured.mappers.append(map_func)
+        is_list = isinstance(dataset, (list, common.DatasetFromList))
+        if is_list and len(dataset) and isinstance(dataset[0], dict):
+            captured.first = dataset[0]
+        init(self, dataset, map_func)
 
-        return noting_init
-
-    def get_one_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-        def get(self: Any, name: str) -> list[dict[str, Any]]:
-            captured.names.append(name)
-            with replaced_functions(([type(self)], {"get": lambda _: original})):
-                statistics = statistics_of([name])  # which may be made of another dataset
-            if statistics is None:
-                return [invented_dict((480, 640), 2, name, with_labels)] * _NUM_DICTS
-            d = statistics.most_crowded
-            num = num_objects_of(d) or 1  # loaders leave out what has none
-            return [dict_of(d, (d["height"], d["width"]), num)] * _NUM_DICTS
-
-        return get
+    def get_one_dict(get: Any, catalog: Any, name: str) -> list[dict[str, Any]]:
+        captured.names.append(name)
+        with replaced_functions(([type(catalog)], {"get": lambda _: get})):
+            statistics = statistics_of([name])  # which may be made of another dataset
+        if statistics is None:
+            return [invented_dict((480, 640), 2, name, with_labels)] * _NUM_DICTS
+        d = statistics.most_crowded
+        num = num_objects_of(d) or 1  # loaders leave out what has none
+        return [dict_of(d, (d["height"], d["width"]), num)] * _NUM_DICTS
 
     proposals = {
         "proposal_boxes": boxes_anywhere(_NUM_PROPOSALS, (32, 32), seed=1),  # in any image
@@ -90,14 +84,14 @@ def capture_loader(make_loader: Callable[[], Any], with_labels: bool = False) ->
         "proposal_bbox_mode": BoxMode.XYXY_ABS,
     }
 
-    def add_proposals(_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda dicts, file: [{**d, **proposals} for d in dicts]
+    def add_proposals(_: Any, dicts: Sequence[dict[str, Any]], file: str) -> list[dict[str, Any]]:
+        return [{**d, **proposals} for d in dicts]
 
     # A loader has its mapper, and the names of its datasets, only while it is made.
     groups: list[Group] = [
-        (map_datasets, {"__init__": note_mapper}),
-        ([type(DatasetCatalog)], {"get": get_one_dict}),
-        ([build], {"load_proposals_into_dataset": add_proposals}),
+        (map_datasets, {"__init__": with_original(note_mapper)}),
+        ([type(DatasetCatalog)], {"get": with_original(get_one_dict)}),
+        ([build], {"load_proposals_into_dataset": with_original(add_proposals)}),
     ]
     with aside(), replaced_functions(*groups), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of workers, which do not start
@@ -140,15 +134,15 @@ class EmptyFiles:
         torch.default_generator.manual_seed(seed)
         d = copy.deepcopy(d)
         colors = [[s["id"] // 256**n % 256 for n in range(3)] for s in d.get("segments_info", ())]
+        size = d["height"], d["width"]
         for key in {"file_name", "sem_seg_file_name", "pan_seg_file_name"} & d.keys():
-            name = f"{key}_{d['height']}x{d['width']}_{len(colors)}.png"
+            name = f"{key}_{size[0]}x{size[1]}_{len(colors)}.png"
             d[key] = path = os.path.join(self.folder, name)
-            if path not in self.images:
+            if path not in self.images and key == "file_name":
+                self.images[path] = _empty((*size, 3))
+            elif path not in self.images:
                 values = self.labels if key == "sem_seg_file_name" else colors or [[0, 0, 0]]
-                size = d["height"], d["width"]
-                self.images[path] = (
-                    _empty((*size, 3)) if key == "file_name" else tiles(size, values)
-                )
+                self.images[path] = tiles(size, values)
             if self.exist and not os.path.exists(path):
                 pixels = np.ascontiguousarray(self.images[path])
                 Image.fromarray(pixels).save(path, compress_level=1)
@@ -192,42 +186,34 @@ def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
         labels: values of label images.
     """
 
-    def read_empty(original: Callable[..., Any]) -> Callable[..., Any]:
-        def read_image(file_name: str, format: Optional[str] = None) -> Any:
-            image = files.images.get(file_name)
-            if image is None:
-                return original(file_name, format)
-            return image.reshape(*image.shape[:2], -1)[..., :1] if format == "L" else image
+    def read_empty(read_image: Any, file_name: str, format: Optional[str] = None) -> Any:
+        image = files.images.get(file_name)
+        if image is None:
+            return read_image(file_name, format)
+        return image.reshape(*image.shape[:2], -1)[..., :1] if format == "L" else image
 
-        return read_image
+    def resize_empty(apply_image: Any, self: Any, img: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(img.strides) and img.any():
+            return apply_image(self, img, *args, **kwargs)
+        return _empty((self.new_h, self.new_w, *img.shape[2:]), img.dtype)
 
-    def resize_empty(apply_image: Callable[..., Any]) -> Callable[..., Any]:
-        def apply(self: Any, img: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(img.strides) and img.any():
-                return apply_image(self, img, *args, **kwargs)
-            return _empty((self.new_h, self.new_w, *img.shape[2:]), img.dtype)
-
-        return apply
-
-    def take_largest(get_transform: Callable[..., Transform]) -> Callable[..., Transform]:
-        def get_largest_transform(self: Any, image: Any) -> Transform:
-            size, limit = image.shape[:2], int(min(self.max_size, 10**6))
-            lengths = self.short_edge_length
-            longest = max(lengths, key=lambda length: math.prod(resized(size, length, limit)))
-            files.resizes.add((longest, limit))
-            fixed = copy.copy(self)
-            fixed.short_edge_length = [longest] * 2
-            return get_transform(fixed, image)
-
-        return get_largest_transform
+    def take_largest(get_transform: Any, self: Any, image: Any) -> Transform:
+        size, limit = image.shape[:2], int(min(self.max_size, 10**6))
+        lengths = self.short_edge_length
+        longest = max(lengths, key=lambda length: math.prod(resized(size, length, limit)))
+        files.resizes.add((longest, limit))
+        fixed = copy.copy(self)
+        fixed.short_edge_length = [longest] * 2
+        return get_transform(fixed, image)
 
     readers = [m for m, f in modules_with("read_image") if f is detection_utils.read_image]
     # Mappers make and call their augmentations themselves, with lengths that are drawn at random.
-    resizes = {c for _, c in modules_with("ResizeShortestEdge") if isinstance(c, type)}
+    classes = {c for _, c in modules_with("ResizeShortestEdge") if isinstance(c, type)}
+    resizes = [c for c in classes if "get_transform" in vars(c)]
     replaced: list[Group] = [
-        (readers, {"read_image": read_empty}),
-        ([c for c in resizes if "get_transform" in vars(c)], {"get_transform": take_largest}),
-        ([ResizeTransform], {"apply_image": resize_empty}),
+        (readers, {"read_image": with_original(read_empty)}),
+        (resizes, {"get_transform": with_original(take_largest)}),
+        ([ResizeTransform], {"apply_image": with_original(resize_empty)}),
     ]
     with TemporaryDirectory() as folder, aside(), replaced_functions(*replaced):
         files = EmptyFiles(labels, folder)

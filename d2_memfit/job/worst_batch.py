@@ -245,9 +245,8 @@ class MappedBatches:
         for seed in range(draw.seed, draw.seed + _TRIES):
             data = files.run(draw.map_func, self._loader.dict_of(crowded, draw.original), seed)
             found += [] if data is None else [data]
-            if found and objects_in(data) in (None, num_objects_of(crowded)):
-                break
-            if len(found) == _CROWDED_DRAWS:
+            has_all = objects_in(data) in (None, num_objects_of(crowded))
+            if found and (has_all or len(found) == _CROWDED_DRAWS):
                 break
         if not found:
             raise ConfigError(
@@ -266,10 +265,8 @@ def _extreme(sizes: Iterable[Size], resizes: set[Size]) -> list[Size]:
         resizes: lengths of the shorter side and limits of the longer side for the resize.
     """
     found: list[Size] = []
-    for is_wide in (True, False):
-        group = [size for size in sizes if _is_wide(size) == is_wide]
-        if not group:
-            continue
+    groups = [[size for size in sizes if _is_wide(size) == wide] for wide in (True, False)]
+    for group in filter(None, groups):
         outputs = {size: resized(size, *max(resizes, default=(0, 0))) for size in group}
         for measure in (_area, tuple, lambda size: size[::-1]):
             found.append(max(group, key=lambda s: measure(outputs[s])))
