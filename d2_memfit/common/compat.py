@@ -64,6 +64,14 @@ next_autograd_node_number = torch._C._autograd._get_sequence_nr
 without_torch_function = torch._C._disabled_torch_function_impl
 
 
+class DispatchMode(TorchDispatchMode):
+    """A mode for which PyTorch does not import torch._dynamo, or wrap each call of the class."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
 def has_compiled_ops() -> bool:
     """Whether Detectron2's C++ operators exist. The fast COCO evaluation needs them."""
     # detectron2.layers imports them, if they are there. Without a compiler, they may be empty.

@@ -9,7 +9,6 @@ from typing import Any, Optional
 import torch
 from detectron2.engine import SimpleTrainer
 from detectron2.utils.env import seed_all_rng
-from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..common.errors import ConfigError, MemfitError
@@ -20,7 +19,7 @@ from ..engine.loss_check import check_losses
 from ..engine.window import images_of
 from ..job import Job, capture_loader, statistics_of
 from ..planner.errors import one_line_errors
-from .patient import Patient, Untested, Unwell
+from .patient import Patient, Untested, Unwell, as_planned
 from .runs import Remake, agrees_on_two_ranks, is_plain_by_default, resumes
 
 __all__ = ["Finding", "answer_of_findings", "examine", "examine_runs"]
@@ -70,10 +69,10 @@ def examine(
         assumed = " ".join(f"Assumed: {line}." for line in job.batches.assumptions)
         return f"{same_as_detectron2(patients[0])}. {assumed}".strip()
 
-    steps = {"accumulation": accumulates, "recovery": recovers}
-    yield _found("iteration 0", say, same)
-    for what, check in steps.items() if patients else ():
-        yield _found(what, say, partial(check, patients[0]))
+    yield _found(say, "iteration 0", same)
+    for patient in patients:
+        yield _found(say, "accumulation", accumulates, patient)
+        yield _found(say, "recovery", recovers, patient)
     yield from examine_runs(job, trainer, remake, say)
 
 
@@ -81,14 +80,11 @@ def examine_runs(
     job: Job, trainer: Any = None, remake: Optional[Remake] = None, say: Say = str
 ) -> Iterator[Finding]:
     """Test a job with the images of its dataset, for the last lines of :func:`examine`."""
-    steps: dict[str, Callable[[], str]] = {}
     if trainer is not None and not issubclass(trainer, MemfitMixin):
-        steps["trainer"] = partial(is_plain_by_default, job, trainer)
-    steps["resume"] = partial(resumes, job, trainer)
+        yield _found(say, "trainer", _on_dataset, job, is_plain_by_default, job, trainer)
+    yield _found(say, "resume", _on_dataset, job, resumes, job, trainer)
     if remake is not None:
-        steps["two ranks"] = partial(agrees_on_two_ranks, remake, trainer)
-    for what, check in steps.items():
-        yield _found(what, say, partial(_on_dataset, job, check))
+        yield _found(say, "two ranks", _on_dataset, job, agrees_on_two_ranks, remake, trainer)
 
 
 def answer_of_findings(findings: Sequence[Finding]) -> str:
@@ -103,32 +99,35 @@ def answer_of_findings(findings: Sequence[Finding]) -> str:
     return "\n".join([f"{verdict}: {', '.join(counts)}", *map(str, [*not_well, *unknown])])
 
 
+@as_planned()
 def same_as_detectron2(patient: Patient) -> str:
     """Compare an iteration with one of Detectron2's ``SimpleTrainer``."""
 
+    def without_change(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.0)
+
     def plain() -> list[torch.Tensor]:
-        model = patient.model()
-
-        class WithLosses(nn.Module):
-            def forward(self, batch: Any) -> Any:
-                return patient.losses(model, batch)
-
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        trainer = SimpleTrainer(WithLosses(), [patient.batch()], optimizer)
+        model, with_losses = patient.model(), nn.Module()
+        with_losses.forward = partial(patient.losses, model)
+        trainer = SimpleTrainer(with_losses, [patient.batch()], without_change(model))
         seed_all_rng(0)
-        with EventStorage():
-            trainer.iter = 0
-            trainer.run_step()
-        return [p.grad for p in model.parameters() if p.grad is not None]
+        trainer.run_step()
+        return _gradients(model)
 
     for _ in range(_WARM_UP):  # functions of torch.jit differ in the first calls
-        expected = patient.call(plain)
-        gradients, loss, _ = patient.step()
+        expected = plain()
+        trainer, loss = patient.step(without_change)
+        gradients = _gradients(trainer.model)
         if len(gradients) == len(expected) and all(map(torch.equal, gradients, expected)):
             return f"loss {loss:.4g} and gradients equal Detectron2's, bit by bit"
     raise Unwell("loss or gradients differ from those of Detectron2's SimpleTrainer")
 
 
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@as_planned()
 def accumulates(patient: Patient) -> str:
     """Check the losses as a training does before its first window."""
     images = images_of(patient.images)
@@ -136,7 +135,7 @@ def accumulates(patient: Patient) -> str:
         raise Untested("not tested: batches cannot be cut into images")
     images = [_with_pixels(image, seed) for seed, image in enumerate(images)]
     options = NormalizerOptions.from_cfg(patient.job.cfg)
-    report = patient.call(check_losses, patient.model(), patient.losses, images, options)
+    report = check_losses(patient.model(), patient.losses, images, options)
     if report.off:
         raise Unwell("; ".join(report.complaints()))
     if not report.names:
@@ -155,11 +154,12 @@ def _with_pixels(image: Any, seed: int) -> Any:
     return {**image, "image": torch.randint(256, pixels.shape, generator=generator).to(pixels)}
 
 
+@as_planned()
 def recovers(patient: Patient) -> str:
     """Check that a failed backward leaves no trace in the model or in the weights after a step."""
     model = patient.model()
     before, at_start = state_of(model), Snapshot(model)
-    patient.call(patient.losses, model, patient.batch())
+    patient.losses(model, patient.batch())
     at_start.restore()
     changed, _ = changed_by_forward(before, state_of(model))
     if changed:
@@ -167,22 +167,23 @@ def recovers(patient: Patient) -> str:
             f"a forward changes {', '.join(changed[:_FEW])}, which a retry does not put back: keep "
             "it in a number or a list, or write save_for_retry() and restore_for_retry(state)"
         )
-    _, _, counting = patient.step(fail_at=(10**9,), with_optimizer=True)
-    fail_at = int(counting.injector.num_allocations * _LATE)
-    undisturbed, _, _ = patient.step(micro_batch_size=1, with_optimizer=True)
-    recovered, _, trainer = patient.step(fail_at=(fail_at,), with_optimizer=True)
-    if trainer.window_sizes != (1, 1):
-        raise Unwell(f"the two images were run as {trainer.window_sizes} instead of one by one")
-    differ = [i for i, pair in enumerate(zip(recovered, undisturbed)) if not torch.equal(*pair)]
+    step = partial(patient.step, patient.job.parts.build_optimizer)
+    counting, _ = step(fail_at=(10**9,))
+    undisturbed, _ = step(micro_batch_size=1)
+    recovered, _ = step(fail_at=(int(counting.injector.num_allocations * _LATE),))
+    if recovered.window_sizes != (1, 1):
+        raise Unwell(f"the two images were run as {recovered.window_sizes} instead of one by one")
+    pairs = [*zip(recovered.model.parameters(), undisturbed.model.parameters())]
+    differ = [pair for pair in pairs if not torch.equal(*pair)]
     if differ:
         raise Unwell(
-            f"{len(differ)} of {len(recovered)} weights differ from those of an iteration without "
+            f"{len(differ)} of {len(pairs)} weights differ from those of an iteration without "
             "the error: something that a forward changes is not put back"
         )
     return "the images are run again one by one; weights equal those without the error, bit by bit"
 
 
-def _on_dataset(job: Job, check: Callable[[], str]) -> str:
+def _on_dataset(job: Job, check: Callable[..., str], *args: Any) -> str:
     try:
         loader = capture_loader(job.parts.build_train_loader)
         if not loader.mappers or statistics_of(loader.names) is None:
@@ -190,15 +191,13 @@ def _on_dataset(job: Job, check: Callable[[], str]) -> str:
             raise ConfigError(f"the training dataset {names} cannot be read")
     except ConfigError as e:
         raise Untested(f"not tested: {e}") from e
-    return check()
+    return check(*args)
 
 
-def _found(what: str, say: Say, check: Callable[[], str]) -> Finding:
+def _found(say: Say, what: str, check: Callable[..., str], *args: Any) -> Finding:
     say(what)
     try:
         with one_line_errors():
-            return Finding(what, True, check())
-    except Untested as e:
-        return Finding(what, None, str(e))
+            return Finding(what, True, check(*args))
     except MemfitError as e:
-        return Finding(what, False, str(e))
+        return Finding(what, None if isinstance(e, Untested) else False, str(e))

@@ -5,17 +5,19 @@ Memory can run out at any allocation of its iterations.
 """
 
 import copy
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from logging import WARNING
 from typing import Any, Optional
 
 import torch
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage
 from torch import nn
+from torch.optim import Optimizer
 
-from ..common.compat import TorchDispatchMode, default_group_replaced, storage_id
+from ..common.compat import DispatchMode, default_group_replaced, storage_id
 from ..common.errors import MemfitError
 from ..common.side_work import no_information
 from ..config.settings import NormalizerOptions, Precision, RecoveryOptions
@@ -26,7 +28,7 @@ from ..job import Job, losses_of, resize_image, size_of
 from ..memory import storages
 from ..planner.stand_ins import cuda_as_cpu
 
-__all__ = ["InjectedTrainer", "Injector", "Patient", "Untested", "Unwell", "smaller"]
+__all__ = ["InjectedTrainer", "Injector", "Patient", "Untested", "Unwell", "as_planned", "smaller"]
 
 _LONGEST_SIDE = 256  # pixels
 
@@ -39,7 +41,7 @@ class Untested(MemfitError):
     """Something cannot be tested here. The message says why."""
 
 
-class Injector(TorchDispatchMode):
+class Injector(DispatchMode):
     """A mode that counts new tensors, and raises an out-of-memory error at some of them.
 
     Args:
@@ -52,13 +54,7 @@ class Injector(TorchDispatchMode):
         self.num_allocations = 0
         self._has_failed = False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as for TensorMeter
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {storage_id(storage) for storage in storages((args, kwargs))}
         for storage in storages(result):
@@ -80,13 +76,12 @@ class InjectedTrainer(AccumulatingTrainer):
     """A trainer whose allocations in forward and backward go through an injector.
 
     Attributes:
+        injector: set it before the first iteration.
         window_sizes: final sizes of the last window's micro-batches.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.injector = Injector()
-        self.window_sizes: tuple[int, ...] = ()
+    injector: Injector
+    window_sizes: tuple[int, ...] = ()
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         with self.injector:
@@ -101,80 +96,67 @@ class InjectedTrainer(AccumulatingTrainer):
         return super()._vote(window, *args)
 
 
+@contextmanager
+def as_planned() -> Iterator[None]:
+    """While open, models are called as in a plan: on the only rank, with the CPU as CUDA."""
+    with default_group_replaced(None), no_information(WARNING), cuda_as_cpu(), EventStorage():
+        yield
+
+
 class Patient:
-    """A job that is made small for test iterations.
+    """A job that is made small for test iterations, which run in :func:`as_planned`.
 
     Args:
         job: a job for any device.
 
     Attributes:
         images: two dataset dicts, or another batch.
+        losses: called as ``losses(model, batch)``.
     """
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.images: Any = smaller(job.training_batch(2))
+        self.losses = partial(losses_of, loss_fn=job.parts.loss_fn)
 
     def model(self) -> nn.Module:
         """Build a model on the CPU, always with the same weights."""
         seed_all_rng(0)
-        with _as_planned():
-            return self.job.parts.build_model("cpu").train()
+        return self.job.parts.build_model("cpu").train()
 
     def batch(self) -> Any:
         return copy.deepcopy(self.images)
 
-    def losses(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor]:
-        return losses_of(model, batch, self.job.parts.loss_fn)
-
     def step(
         self,
+        build_optimizer: Callable[[nn.Module], Optimizer],
         micro_batch_size: Optional[int] = None,
         fail_at: tuple[int, ...] = (),
-        with_optimizer: bool = False,
-    ) -> tuple[list[torch.Tensor], float, Any]:
-        """Run an iteration; return gradients or weights, the loss, and the trainer.
+    ) -> tuple[Any, float]:
+        """Run an iteration; return the trainer, whose model has gradients, and the loss.
 
         Args:
+            build_optimizer: makes the optimizer of a model.
             micro_batch_size: images in a forward.
             fail_at: numbers of allocations at which memory runs out. Recovery is then on.
-            with_optimizer: whether the job's optimizer steps; the weights are returned then.
         """
         model = self.model()
-        with _as_planned(), EventStorage() as storage:
-            optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
-            if with_optimizer:
-                optimizer = self.job.parts.build_optimizer(model)
+        with EventStorage() as storage:
             kind = InjectedTrainer if fail_at else AccumulatingTrainer
-            trainer = kind(
+            trainer: Any = kind(
                 model,
                 [self.batch()],
-                optimizer,
+                build_optimizer(model),
                 precision=Precision("float32", "cpu"),
                 micro_batch_size=micro_batch_size,
                 recovery=RecoveryOptions() if fail_at else None,
                 normalizers=NormalizerOptions("off"),  # another check has tested the losses
                 loss_fn=self.job.parts.loss_fn,
             )
-            if isinstance(trainer, InjectedTrainer):
-                trainer.injector = Injector(fail_at)
+            trainer.injector = Injector(fail_at)
             seed_all_rng(0)
             trainer.run_step()
-            loss = float(storage.latest()["total_loss"][0])
-        if with_optimizer:
-            return [p.detach() for p in model.parameters()], loss, trainer
-        return [p.grad for p in model.parameters() if p.grad is not None], loss, trainer
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function as models are called here: as the only rank, with the CPU as CUDA."""
-        with _as_planned(), EventStorage():
-            return function(*args)
-
-
-@contextmanager
-def _as_planned() -> Iterator[None]:
-    with default_group_replaced(None), no_information(logging.WARNING), cuda_as_cpu():
-        yield
+            return trainer, float(storage.latest()["total_loss"][0])
 
 
 def smaller(batch: Any) -> Any:

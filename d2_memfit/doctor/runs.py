@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase, SimpleTrainer
@@ -30,6 +29,7 @@ from ..config.load import with_settings
 from ..engine.build import build_trainer
 from ..engine.checkpoint import MemfitCheckpointer
 from ..engine.defaults import MemfitMixin
+from ..engine.launch import run_rank
 from ..engine.train_loop import AccumulatingTrainer
 from ..job import Job
 from ..planner.errors import one_line_errors
@@ -43,9 +43,9 @@ Remake = Callable[[], tuple[Job, Optional[type]]]
 
 _ITERATIONS = 2
 _SMALL = 2.0**-12
-_TIMEOUT = timedelta(minutes=5)  # of a collective
 _ALWAYS: dict[str, Any] = {
     "MODEL.DEVICE": "cpu",
+    "SOLVER.IMS_PER_BATCH": 2,
     "SOLVER.ACCUMULATION_STEPS": 2,
     "SOLVER.AMP.ENABLED": False,
     "MEMFIT.BUDGET_GB": None,
@@ -64,13 +64,11 @@ _OF_TRAINERS: dict[str, Any] = {
     "MEMFIT.PLAN.ENABLED": False,
     "MEMFIT.HOST.BUDGET_GB": None,
 }
-_RAISE: dict[str, Any] = {"MEMFIT.OOM.POLICY": "raise", "SOLVER.ACCUMULATION_STEPS": 1}
-_SPLIT: dict[str, Any] = {"MEMFIT.OOM.POLICY": "split"}
 
 
 def is_plain_by_default(job: Job, trainer: type) -> str:
     """Compare a run with ``MemfitMixin`` and default keys with a run of the trainer itself."""
-    settings = {"SOLVER.IMS_PER_BATCH": 2, "SOLVER.ACCUMULATION_STEPS": 1}
+    settings = {"SOLVER.ACCUMULATION_STEPS": 1}
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         plain = _train(job, trainer, one, settings, mixin=False)
         ours = _train(job, trainer, other, settings)
@@ -81,7 +79,7 @@ def is_plain_by_default(job: Job, trainer: type) -> str:
 def resumes(job: Job, trainer: Optional[type]) -> str:
     """Compare a run that is ended after a checkpoint and resumed with an uninterrupted run."""
     # Another check has tested the losses.
-    settings = {**_SPLIT, "SOLVER.IMS_PER_BATCH": 2, "MEMFIT.NORMALIZERS.POLICY": "off"}
+    settings = {"MEMFIT.OOM.POLICY": "split", "MEMFIT.NORMALIZERS.POLICY": "off"}
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         whole = _train(job, trainer, one, settings)
         _train(job, trainer, other, settings, last=_ITERATIONS // 2)
@@ -118,32 +116,30 @@ def agrees_on_two_ranks(remake: Remake, trainer: Optional[type] = None) -> str:
 
 def _rank(rank: int, remake: Remake, folder: str) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    url, timeout = f"file://{folder}/rendezvous", timedelta(minutes=5)  # of a collective
+    run_rank(rank, url, 2, 2, 0, timeout, _compare_ranks, (remake, folder))
+
+
+def _compare_ranks(remake: Remake, folder: str) -> None:
     torch.set_num_threads(1)
-    url = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=url, world_size=2, rank=rank, timeout=_TIMEOUT)
-    compat.create_local_process_group(2)
     job, trainer = remake()
     settings = {"SOLVER.IMS_PER_BATCH": 4, "DATALOADER.NUM_WORKERS": 0}
-    cases = {
-        "MEMFIT.OOM.POLICY raise": (_RAISE, False),
-        "MEMFIT.OOM.POLICY split, after an error on one": (_SPLIT, True),
-    }
     found = []
-    for name, (keys, fails) in cases.items():
+    for policy, steps, fails in (("raise", 1, False), ("split", 2, True)):
+        keys = {"MEMFIT.OOM.POLICY": policy, "SOLVER.ACCUMULATION_STEPS": steps, **settings}
         try:
             with one_line_errors(), tempfile.TemporaryDirectory() as output:
-                state = _train(job, trainer, output, {**settings, **keys}, last=1, fails=fails)
-        except MemfitError as e:  # raised on both
-            found.append(f"{name}: {e}")
-            continue
-        weights = {k: v for k, v in state.items() if not k.startswith("buffer ")}  # as DDP has it
-        if comm.all_gather(weights)[0] != weights:
-            found.append(f"{name}: weights differ between the ranks")
+                state = _train(job, trainer, output, keys, last=1, fails=fails)
+            weights = {k: v for k, v in state.items() if not k.startswith("buffer ")}  # as DDP has
+            if comm.all_gather(weights)[0] != weights:
+                raise Unwell("weights differ between the ranks")
+        except MemfitError as e:  # of one_line_errors: raised on both
+            after = ", after an error on one" if fails else ""
+            found.append(f"MEMFIT.OOM.POLICY {policy}{after}: {e}")
     of_ranks = comm.gather(found)
-    if rank == 0:
+    if comm.is_main_process():
         texts = dict.fromkeys(text for found in of_ranks for text in found)
         (Path(folder) / "result").write_text("; ".join(texts))
-    dist.destroy_process_group()
 
 
 def _train(
@@ -185,7 +181,7 @@ def _train(
                 made, run = _of_class(trainer, bases, cfg, prepared, resume)
             made.register_hooks([end])
             run()
-        missing = [f"self.{name}()" for name in _End.METHODS if name not in end.called]
+        missing = [f"self.{name}()" for name in end.not_called]
         if missing and mixin and trainer is not None:
             raise ConfigError(
                 f"{trainer.__name__}.train does not call {', '.join(missing)}, so hooks do not "
@@ -216,9 +212,8 @@ def _of_class(
 ) -> Any:
     _check_arguments(trainer)
 
-    def build_model(cls: Any, cfg: CfgNode) -> nn.Module:
-        model: nn.Module = prepared(super(kind, cls).build_model(cfg))
-        return model
+    def build_model(cls: Any, cfg: CfgNode) -> Any:
+        return prepared(super(kind, cls).build_model(cfg))
 
     members = {"build_model": classmethod(build_model), "build_writers": lambda self: []}
     kind: Any = type(trainer.__name__, bases, members)
@@ -253,26 +248,24 @@ def _of_job(job: Job, prepared: Callable[..., Any], resume: bool) -> Any:
 
 
 class _Ended(Exception):
-    pass
+    """Ends a run, as if its process was killed."""
 
 
 class _End(HookBase):
-    """Ends a run early, as if its process was killed after a checkpoint, and notes its calls."""
-
-    METHODS = ("before_train", "before_step", "after_step")  # what a train() calls
+    """Ends a run early, after a checkpoint, and notes its calls."""
 
     def __init__(self, last: int) -> None:
         self._last = last
-        self.called: set[str] = set()
+        self.not_called = dict.fromkeys(["before_train", "before_step", "after_step"])
 
     def before_train(self) -> None:
-        self.called.add("before_train")
+        self.not_called.pop("before_train", None)
 
     def before_step(self) -> None:
-        self.called.add("before_step")
+        self.not_called.pop("before_step", None)
 
     def after_step(self) -> None:
-        self.called.add("after_step")
+        self.not_called.pop("after_step", None)
         if self.trainer.iter + 1 == self._last < self.trainer.max_iter:
             raise _Ended
 

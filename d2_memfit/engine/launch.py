@@ -52,7 +52,7 @@ def launch(
     if _is_torchrun():
         ranks_here, local_rank = int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
         first = int(os.environ["RANK"]) - local_rank
-        _run_rank(local_rank, "env://", num_ranks, ranks_here, first, timeout, main_func, args)
+        run_rank(local_rank, "env://", num_ranks, ranks_here, first, timeout, main_func, args)
     elif num_ranks == 1:
         main_func(*args)
     elif torch.cuda.is_available() and ranks_here > torch.cuda.device_count():
@@ -66,7 +66,7 @@ def launch(
             url = f"file://{folder}/rendezvous" if dist_url == "auto" else dist_url
             first = machine_rank * ranks_here
             of_each = (url, num_ranks, ranks_here, first, timeout, main_func, args)
-            started = mp.spawn(_run_rank, args=of_each, nprocs=ranks_here, join=False)
+            started = mp.spawn(run_rank, args=of_each, nprocs=ranks_here, join=False)
             while not started.join():
                 pass
 
@@ -83,7 +83,7 @@ def _is_torchrun() -> bool:
     return all(name in os.environ for name in names)
 
 
-def _run_rank(
+def run_rank(
     local_rank: int,
     url: Optional[str],
     num_ranks: int,

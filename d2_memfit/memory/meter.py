@@ -13,7 +13,7 @@ from typing import Any, Literal, Optional, TypeVar
 import torch
 from torch import nn
 
-from ..common.compat import TorchDispatchMode, is_in_backward, storage_id
+from ..common.compat import DispatchMode, is_in_backward, storage_id
 
 __all__ = ["OwnerMeter", "TensorMeter", "have_operators", "is_on_host", "live_tensors", "on_host"]
 __all__ += ["optimizer_states", "storages", "tensors_in"]
@@ -39,7 +39,7 @@ def is_on_host() -> bool:
     return _on_host.get()
 
 
-class TensorMeter(TorchDispatchMode):
+class TensorMeter(DispatchMode):
     """While open as a context, counts the bytes of all new tensors of the device.
 
     It sees every storage that an operator returns, in forward and backward, and follows it until it
@@ -61,10 +61,6 @@ class TensorMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self._counted: dict[int, int] = {}  # bytes by the address of a storage
         self._watches: dict[int, Any] = {}  # weak references, of storages from before, too
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # PyTorch would import torch._dynamo, and wrap each call of this class
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

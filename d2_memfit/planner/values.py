@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..common.compat import TorchDispatchMode, autograd_node_number, schema
+from ..common.compat import DispatchMode, autograd_node_number, schema
 from ..memory import have_operators, tensors_in
 from .meta import is_fake, make_fake, on_meta
 
@@ -55,7 +55,7 @@ _TRUE_OF_ZEROS = {aten.ge.Tensor, aten.le.Tensor}
 _LIKE_VIEWS = {aten._unsafe_view.default, aten._reshape_alias.default, aten.resize_.default}
 
 
-class WithoutValues(TorchDispatchMode):
+class WithoutValues(DispatchMode):
     """While open, results of fake tensors are fake too.
 
     Fake tensors have values that do not matter, such as a model's weights. Results from them are
@@ -63,10 +63,6 @@ class WithoutValues(TorchDispatchMode):
     written to, so it takes address space, but no RAM. A small result is zeros. Everything else is
     computed, so labels are assigned and proposals sampled as usual.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in TensorMeter
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: _Args = (), kwargs: Any = None
