@@ -92,10 +92,9 @@ def put_rank_data_time(seconds: float) -> None:
 
 def local_world_size() -> int:
     """Number of ranks on this machine; of all ranks if ``launch`` did not start the job."""
-    try:
-        return comm.get_local_size()
-    except AssertionError:
+    if comm._LOCAL_PROCESS_GROUP is None:
         return comm.get_world_size()
+    return comm.get_local_size()
 
 
 def inner_trainer(trainer: Any) -> Any:

@@ -43,9 +43,7 @@ def replaced_functions(*groups: Group) -> Iterator[None]:
 
 def with_original(function: Callable[..., Any]) -> Callable[[Any], Any]:
     """Make a :data:`Group`'s function from one that gets the original, then the arguments."""
-    return lambda original: wraps(original)(
-        lambda *args, **kwargs: function(original, *args, **kwargs)
-    )
+    return lambda original: wraps(original)(lambda *args, **kw: function(original, *args, **kw))
 
 
 def modules_with(name: str) -> list[tuple[Any, Any]]:

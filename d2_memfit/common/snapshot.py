@@ -113,51 +113,18 @@ class _Part:
     """
 
     def __init__(self, module: Any, known: set[int], modules: list[nn.Module]) -> None:
-        self.module, self._known, self._modules = module, known, modules
-        buffers = own_buffers(module)
-        contents = [(b, b.detach().clone()) for b in buffers.values() if b is not None]
-        # Values, and what was in them.
-        self._contents: list[tuple[Any, Any]] = [*contents, (buffers, dict(buffers))]
+        self.module, buffers = module, own_buffers(module)
+        self._contents = [(b, _content(b)) for b in (*buffers.values(), buffers) if b is not None]
         self._names = set(vars(module))
         self._kept: dict[str, Any] = {}
         self._saves_itself = hasattr(type(module), "save_for_retry")
         self._own = module.save_for_retry() if self._saves_itself else None
         for name, value in () if self._saves_itself else vars(module).items():
-            if name in _OF_MODULES:
-                continue
-            if type(value) not in _CONSTANT:
-                found: dict[int, tuple[Any, Any]] = {}
-                if not self._finds(value, found):
-                    continue
+            found = None if name in _OF_MODULES else _contents_of(value, known, modules)
+            if found is not None:
                 known.update(found)
                 self._contents += found.values()
-            self._kept[name] = value
-
-    def _finds(self, value: Any, found: dict[int, tuple[Any, Any]]) -> bool:
-        """Find what a value leads to, itself included, with its contents: False if that cannot be
-        saved.
-        """
-        if type(value) in _CONSTANT or id(value) in self._known or id(value) in found:
-            return True
-        if isinstance(value, torch.Tensor):
-            if value.grad_fn is not None or value.nbytes > _LARGE_BYTES:
-                return False
-            if _is_plain(value):
-                found[id(value)] = value, _content(value)
-        elif isinstance(value, nn.Module):
-            self._modules += value.modules()
-        elif isinstance(value, tuple(_LEAVES)):
-            if not isinstance(value, np.ndarray) or value.flags.writeable:
-                found[id(value)] = value, _content(value)
-        elif not isinstance(value, _NO_STATE) and _library(value) not in _NO_STATE_OF:
-            if isinstance(value, Iterator) or len(found) == _MOST_OBJECTS:
-                return False
-            _, content = found[id(value)] = value, _content(value)
-            parts = content.values() if isinstance(content, dict) else content
-            for part in parts:
-                if not self._finds(part, found):
-                    return False
-        return True
+                self._kept[name] = value
 
     def restore(self) -> None:
         attributes = vars(self.module)
@@ -178,6 +145,34 @@ class _Part:
             or any(attributes[name] is not value for name, value in self._kept.items())
             or not all(_is_same(_content(value), content) for value, content in self._contents)
         )
+
+
+def _contents_of(value: Any, known: set[int], modules: list[Any]) -> Optional[dict[int, Any]]:
+    """All that a value leads to, itself included: by the id of each, it and what is in it.
+
+    None if something cannot be saved. The other arguments are those of :class:`_Part`.
+    """
+    found: dict[int, Any] = {}
+    waiting = [value]
+    for part in waiting:
+        if type(part) in _CONSTANT or id(part) in known or id(part) in found:
+            continue
+        if isinstance(part, torch.Tensor):
+            if part.grad_fn is not None or part.nbytes > _LARGE_BYTES:
+                return None
+            if _is_plain(part):
+                found[id(part)] = part, _content(part)
+        elif isinstance(part, nn.Module):
+            modules += part.modules()
+        elif isinstance(part, tuple(_LEAVES)):
+            if not isinstance(part, np.ndarray) or part.flags.writeable:
+                found[id(part)] = part, _content(part)
+        elif not isinstance(part, _NO_STATE) and _library(part) not in _NO_STATE_OF:
+            if isinstance(part, Iterator) or len(found) == _MOST_OBJECTS:
+                return None
+            _, content = found[id(part)] = part, _content(part)
+            waiting += content.values() if isinstance(content, dict) else content
+    return found
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

@@ -20,7 +20,6 @@ _WITH_COMPILER = (
     "pip install 'setuptools<82' wheel ninja && pip install --no-build-isolation "
     "'git+https://github.com/facebookresearch/detectron2.git'"
 )
-_OLDEST_PYTORCH = (2, 6)
 # A few names in place of torch._dynamo, until something else of it is used: torchvision,
 # checkpointing and each optimizer import it, 1.6 CPU seconds, for these alone.
 _FUNCTIONS: dict[str, dict[str, Any]] = {
@@ -52,7 +51,7 @@ def missing() -> Optional[str]:
         )
     if not torch:
         return "Detectron2 needs PyTorch, and this environment has none: see https://pytorch.org"
-    if tuple(map(int, torch.split(".")[:2])) < _OLDEST_PYTORCH:
+    if tuple(map(int, torch.split(".")[:2])) < (2, 6):
         return f"d2_memfit needs PyTorch 2.6 or later, and this environment has {torch}"
     return None
 
@@ -73,11 +72,10 @@ def ignore_warnings_of_libraries() -> None:
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     # Of AMPTrainer on a CPU, whose scaler is replaced
     warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled")
-    # "No CUDA runtime is found", though nothing is compiled
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # From is_fx_tracing, which Detectron2 main imports
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # about kernels that it does not need
+    # "No CUDA runtime is found", though nothing is compiled; from is_fx_tracing, which Detectron2
+    # main imports; about kernels that it does not need
+    for name in ("torch.utils.cpp_extension", "torch.fx._symbolic_trace", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class _Later(ModuleType):

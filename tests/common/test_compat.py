@@ -72,7 +72,7 @@ NAMES = {
 if torch.version.cuda is not None:
     NAMES["torch._C._cuda_clearCublasWorkspaces"] = None
 if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):  # 2.8 does not ask
-    # memory/meter.py overrides it
+    # DispatchMode overrides it
     NAMES["torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo"] = None
 
 # Attributes that classes have, or that their objects get from them.

@@ -229,3 +229,15 @@ def test_orders_and_buffers_are_put_back_and_a_list_may_contain_itself():
     assert changed == ["Linear.order", "Linear.bytes", "Linear.numbers"]
     snapshot.restore()
     assert changed_by_forward(before, state_of(model)) == ([], [])
+
+
+def test_a_chain_of_objects_may_be_long():
+    model = torch.nn.Linear(1, 1)
+    model.first = last = Meter()
+    for _ in range(2000):
+        last.next = Meter()
+        last = last.next
+    snapshot = Snapshot(model)
+    last.change()
+    snapshot.restore()
+    assert (last.count, last.seen) == (0, [])
