@@ -168,9 +168,9 @@ def recovers(patient: Patient) -> str:
             "it in a number or a list, or write save_for_retry() and restore_for_retry(state)"
         )
     step = partial(patient.step, patient.job.parts.build_optimizer)
-    counting, _ = step(fail_at=(10**9,))
+    num_allocations = step(fail_at=(10**9,))[0].injector.num_allocations
     undisturbed, _ = step(micro_batch_size=1)
-    recovered, _ = step(fail_at=(int(counting.injector.num_allocations * _LATE),))
+    recovered, _ = step(fail_at=(int(num_allocations * _LATE),))
     if recovered.window_sizes != (1, 1):
         raise Unwell(f"the two images were run as {recovered.window_sizes} instead of one by one")
     pairs = [*zip(recovered.model.parameters(), undisturbed.model.parameters())]

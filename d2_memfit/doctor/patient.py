@@ -6,7 +6,7 @@ Memory can run out at any allocation of its iterations.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from logging import WARNING
 from typing import Any, Optional
@@ -76,11 +76,11 @@ class InjectedTrainer(AccumulatingTrainer):
     """A trainer whose allocations in forward and backward go through an injector.
 
     Attributes:
-        injector: set it before the first iteration.
+        injector: a context for forwards and backwards, such as an :class:`Injector`.
         window_sizes: final sizes of the last window's micro-batches.
     """
 
-    injector: Injector
+    injector: AbstractContextManager[Any] = nullcontext()
     window_sizes: tuple[int, ...] = ()
 
     def _forward(self, micro_batch: MicroBatch) -> torch.Tensor:
