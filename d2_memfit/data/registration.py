@@ -2,9 +2,8 @@
 """Datasets registered by their COCO files, and evaluated with pycocotools."""
 
 import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,6 +16,7 @@ from detectron2.utils.logger import log_first_n
 from ..common.checks import did_you_mean
 from ..common.errors import ConfigError, DataError
 from ..common.files import is_file, load_json
+from ..common.patching import with_original
 from .coco_file import keypoint_names
 
 __all__ = ["check_datasets", "register_coco", "unique_annotation_ids"]
@@ -90,21 +90,18 @@ def unique_annotation_ids() -> AbstractContextManager[Any]:
     return patch.object(COCOEvaluator, "evaluate", _numbering(COCOEvaluator.evaluate))
 
 
-def _numbering(evaluate: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(evaluate)
-    def evaluate_numbered(self: Any, *args: Any, **kwargs: Any) -> Any:
-        annotations = self._coco_api.dataset.get("annotations", [])
-        ids = {a["id"] for a in annotations if isinstance(a["id"], int) and a["id"] > 0}
-        if len(ids) < len(annotations):
-            log_first_n(
-                logging.WARNING,
-                f"{self._metadata.get('json_file')}: annotation ids are not different integers "
-                "from 1 up, which pycocotools needs. The evaluation uses new numbers",
-                key="message",
-            )
-            for number, annotation in enumerate(annotations, 1):
-                annotation["id"] = number
-            self._coco_api.createIndex()
-        return evaluate(self, *args, **kwargs)
-
-    return evaluate_numbered
+@with_original
+def _numbering(evaluate: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    annotations = self._coco_api.dataset.get("annotations", [])
+    ids = {a["id"] for a in annotations if isinstance(a["id"], int) and a["id"] > 0}
+    if len(ids) < len(annotations):
+        log_first_n(
+            logging.WARNING,
+            f"{self._metadata.get('json_file')}: annotation ids are not different integers "
+            "from 1 up, which pycocotools needs. The evaluation uses new numbers",
+            key="message",
+        )
+        for number, annotation in enumerate(annotations, 1):
+            annotation["id"] = number
+        self._coco_api.createIndex()
+    return evaluate(self, *args, **kwargs)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from importlib import import_module
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.ops import deform_conv2d
 
 from ..common.compat import DeviceContext, constructors, know_as_builtin, tree_map
-from ..common.patching import Group, replaced_functions
+from ..common.patching import Group, replaced_functions, with_original
 
 __all__ = ["casts_of_cuda", "compiled_operators", "cuda_as_cpu"]
 
@@ -140,33 +140,26 @@ def _asked_of_cpu(function: Callable[[str], bool]) -> Callable[..., bool]:
     return lambda device_type="cpu": function(_as_cpu(device_type))
 
 
-def _init_autocast(init: Callable[..., None]) -> Callable[..., None]:
-    @wraps(init)
-    def init_on_cpu(
-        self: Any, device_type: str, dtype: Optional[torch.dtype] = None, *args: Any, **kwargs: Any
-    ) -> None:
-        if _as_cpu(device_type) != device_type:
-            device_type, dtype = "cpu", dtype or torch.float16
-        init(self, device_type, dtype, *args, **kwargs)
-
-    return init_on_cpu
+@with_original
+def _init_autocast(
+    init: Any, self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    if _as_cpu(device_type) != device_type:
+        device_type, dtype = "cpu", dtype or torch.float16
+    init(self, device_type, dtype, *args, **kwargs)
 
 
-def _enter_autocast(enter: Callable[..., Any]) -> Callable[..., Any]:
-    def enter_on_cpu(self: Any) -> Any:
-        self.device_outside, self.device = self.device, _as_cpu(self.device)
-        return enter(self)
-
-    return enter_on_cpu
+@with_original
+def _enter_autocast(enter: Any, self: Any) -> Any:
+    self.device_outside, self.device = self.device, _as_cpu(self.device)
+    return enter(self)
 
 
-def _exit_autocast(leave: Callable[..., Any]) -> Callable[..., Any]:
-    def exit_on_cpu(self: Any, *error: Any) -> Any:
-        result = leave(self, *error)
-        self.device = self.__dict__.pop("device_outside", self.device)
-        return result
-
-    return exit_on_cpu
+@with_original
+def _exit_autocast(leave: Any, self: Any, *error: Any) -> Any:
+    result = leave(self, *error)
+    self.device = self.__dict__.pop("device_outside", self.device)
+    return result
 
 
 class _Stream:

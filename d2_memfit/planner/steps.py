@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..common.compat import default_group_replaced
 from ..common.errors import MemfitError
-from ..common.patching import Group
+from ..common.patching import Group, with_original
 from ..common.side_work import no_information, unchanged_random_state
 from ..config.settings import Precision
 from ..job import Job, is_image, losses_of, tensors_of
@@ -232,21 +232,18 @@ def _keep_share(optimizer: Optimizer, num_ranks: int) -> None:
         group["params"] = [p for p in group["params"] if id(p) in kept]
 
 
-def _paste_like_gpu(_: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement of Detectron2's ``paste_masks_in_image``, whose path depends on the device."""
-
-    def paste_masks_in_image(
-        masks: torch.Tensor, boxes: Any, image_shape: tuple[int, int], threshold: float = 0.5
-    ) -> torch.Tensor:
-        num, (height, width) = len(masks), image_shape
-        result = make_fake(torch.empty(num, height, width, dtype=torch.bool))
-        bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
-        num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
-        for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
-            grid = make_fake(torch.empty(len(chunk), height, width, 2)).to(masks.dtype)
-            pasted = nn.functional.grid_sample(masks[chunk, None], grid, align_corners=False)
-            del grid
-            result[chunk] = pasted[:, 0] >= threshold
-        return result
-
-    return paste_masks_in_image
+@with_original
+def _paste_like_gpu(
+    _: Any, masks: torch.Tensor, boxes: Any, image_shape: tuple[int, int], threshold: float = 0.5
+) -> torch.Tensor:
+    """In place of Detectron2's ``paste_masks_in_image``, whose path depends on the device."""
+    num, (height, width) = len(masks), image_shape
+    result = make_fake(torch.empty(num, height, width, dtype=torch.bool))
+    bytes_of_all = num * height * width * mask_ops.BYTES_PER_FLOAT
+    num_chunks = math.ceil(bytes_of_all / mask_ops.GPU_MEM_LIMIT)
+    for chunk in torch.arange(num).chunk(max(num_chunks, 1)):
+        grid = make_fake(torch.empty(len(chunk), height, width, 2)).to(masks.dtype)
+        pasted = nn.functional.grid_sample(masks[chunk, None], grid, align_corners=False)
+        del grid
+        result[chunk] = pasted[:, 0] >= threshold
+    return result

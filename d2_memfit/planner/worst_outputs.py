@@ -3,14 +3,14 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Optional
 
 import torch
 from detectron2.structures import Boxes, Instances
 from torch import nn
 
-from ..common.patching import replaced_functions, source_files
+from ..common.patching import replaced_functions, source_files, with_original
 from ..job import boxes_anywhere
 
 __all__ = ["detect_most", "parts_with_roi_heads", "worst_case"]
@@ -50,7 +50,7 @@ def detect_most(model: nn.Module, batch: Any, note: Note = str) -> None:
     Args:
         note: called with a line for the user if the largest number is not known.
     """
-    most = {"fast_rcnn_inference": partial(_detecting_most, note)}
+    most = {"fast_rcnn_inference": with_original(partial(_most_detections, note))}
     with replaced_functions((source_files(model.modules()), most)):
         if _is_empty(model(batch)):
             note(
@@ -133,18 +133,13 @@ def _repeated(value: Any, num: int) -> Any:
     return type(value)(value.tensor.new_zeros(num, *value.tensor.shape[1:]))
 
 
-def _detecting_most(note: Note, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement of Detectron2's ``fast_rcnn_inference``."""
-
-    @wraps(function)
-    def fast_rcnn_inference(*args: Any, **kwargs: Any) -> Any:
-        # A project's function may have other arguments.
-        if len(args) == 6 and len(args[0]) == len(args[1]) == len(args[2]):
-            return _detections(*args[1:3], args[5])
-        note(_left_alone("detections", f"{function.__module__}.{function.__name__}"))
-        return function(*args, **kwargs)
-
-    return fast_rcnn_inference
+def _most_detections(note: Note, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """In place of Detectron2's ``fast_rcnn_inference``."""
+    # A project's function may have other arguments.
+    if len(args) == 6 and len(args[0]) == len(args[1]) == len(args[2]):
+        return _detections(*args[1:3], args[5])
+    note(_left_alone("detections", f"{function.__module__}.{function.__name__}"))
+    return function(*args, **kwargs)
 
 
 def _is_empty(output: Any) -> bool:

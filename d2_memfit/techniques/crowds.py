@@ -3,7 +3,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial, wraps
+from functools import cached_property, partial
 from inspect import signature
 from typing import Any, Optional
 
@@ -14,7 +14,7 @@ from detectron2.utils.logger import log_first_n
 from torch import nn
 
 from ..common.errors import ConfigError
-from ..common.patching import replaced_functions, source_files
+from ..common.patching import replaced_functions, source_files, with_original
 from .technique import Technique, wrap_method
 
 __all__ = ["ChunkedMatching", "DenoisingQueries", "pairwise_iou_in_chunks"]
@@ -183,21 +183,17 @@ def _makers(model: nn.Module) -> list[tuple[list[Any], str]]:
 def _forward_with_limit(
     model: nn.Module, forward: Callable[..., Any], limit: int, *args: Any, **kwargs: Any
 ) -> Any:
-    limited = partial(_none_for_crowds, limit)
+    limited = with_original(partial(_none_for_crowds, limit))
     with replaced_functions(*((found, {name: limited}) for found, name in _makers(model))):
         return forward(*args, **kwargs)
 
 
-def _none_for_crowds(limit: int, make: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(make)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        targets = signature(make).bind(*args, **kwargs).arguments["targets"] or ()
-        most = max((len(t.get("class_labels", t.get("labels", ()))) for t in targets), default=0)
-        if most <= limit:
-            return make(*args, **kwargs)
-        text = f"{DenoisingQueries.key} {limit}: an image has {most} objects, so this forward, and "
-        text += "others like it, have no denoising queries. This is said once"
-        log_first_n(logging.WARNING, text, key="caller")
-        return None, None, None, None  # queries of classes and boxes, attention mask, and facts
-
-    return run
+def _none_for_crowds(limit: int, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    targets = signature(make).bind(*args, **kwargs).arguments["targets"] or ()
+    most = max((len(t.get("class_labels", t.get("labels", ()))) for t in targets), default=0)
+    if most <= limit:
+        return make(*args, **kwargs)
+    text = f"{DenoisingQueries.key} {limit}: an image has {most} objects, so this forward, and "
+    text += "others like it, have no denoising queries. This is said once"
+    log_first_n(logging.WARNING, text, key="caller")
+    return None, None, None, None  # queries of classes and boxes, attention mask, and facts
