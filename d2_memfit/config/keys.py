@@ -14,22 +14,12 @@ from typing import Any, NamedTuple
 from detectron2.config import CfgNode as CN
 from detectron2.config import get_cfg
 
-from ..common.checks import (
-    Check,
-    check_all,
-    check_device,
-    choice,
-    did_you_mean,
-    fits,
-    or_none,
-    shorter_sides,
-    whole,
-)
+from ..common.checks import Check, check_device, choice, did_you_mean, fits, or_none, whole
 from ..common.errors import ConfigError
 from ..techniques.registry import TECHNIQUES, TIERS
 from .cards import PRESETS
 
-__all__ = ["KEYS", "Key", "all_keys", "check_arguments", "checks_of", "leaves", "unknown_key"]
+__all__ = ["KEYS", "Key", "all_keys", "checks_of", "leaves", "unknown_key"]
 
 
 class Key(NamedTuple):
@@ -53,9 +43,7 @@ _BUDGET = Check(
 )
 _COUNTS = Check(
     'pairs of a pattern of names and "objects" or "sum", such as [["loss_mask*", "objects"]]',
-    lambda value: (
-        fits(value, list[tuple[str, str]]) and {of for _, of in value} <= {"objects", "sum"}
-    ),
+    lambda v: fits(v, list[tuple[str, str]]) and {of for _, of in v} <= {"objects", "sum"},
 )
 _TIERS = Check(
     f"a list of {', '.join(TIERS)}", lambda value: fits(value, list[str]) and {*value} <= {*TIERS}
@@ -113,7 +101,7 @@ KEYS = (
 
 _SIZES = Check(
     "one or more sizes in pixels, each an integer of at least 0",
-    lambda v: (fits(v, int) or fits(v, list[int])) and min(shorter_sides(v), default=-1) >= 0,
+    lambda v: whole(0).test(v) or (fits(v, list[int]) and min(v, default=-1) >= 0),
 )
 # Detectron2's own keys, from which batches, schedules and the largest batch are computed.
 _DETECTRON2: dict[str, Callable[[str, Any], Any]] = {
@@ -143,19 +131,6 @@ def all_keys() -> Iterator[Key]:
         if t.key:
             text = (inspect.getdoc(t) or "").partition("\n\nKey: ")[2].partition("\n\n")[0]
             yield Key(t.key, t.off, t.check, f"{' '.join(text.split())} ({t.tier})")
-
-
-def check_arguments(values: Mapping[str, Any]) -> None:
-    """Check the values of some keys.
-
-    Raises:
-        ConfigError: some cannot work. The message has a line for each.
-    """
-    check_all(
-        ([key.name], partial(key.check, key.name, values[key.name]))
-        for key in KEYS
-        if key.name in values
-    )
 
 
 def checks_of(cfg: CN, trains: bool = True) -> Iterator[tuple[Sequence[str], Callable[[], Any]]]:

@@ -52,15 +52,15 @@ def with_settings(cfg: CN, settings: Mapping[str, Any]) -> CN:
     changed = cfg.clone()  # which is frozen if the config is; items are set nevertheless
     known = [*dict(leaves(cfg))]
     for key, value in settings.items():
-        if key not in known:
-            raise unknown_key(key, known)
-        node, name = _node_of(changed, key)
+        node, name = _node_of(changed, key, known)
         node[name] = value
     return changed
 
 
-def _node_of(cfg: CN, key: str) -> tuple[CN, str]:
-    """The node of a key that there is, and the key's own name."""
+def _node_of(cfg: CN, key: str, known: Sequence[str], where: str = "") -> tuple[CN, str]:
+    """The node of a key, and the key's own name. A key that is not known is an error."""
+    if key not in known:
+        raise unknown_key(key, known, where)
     *parents, name = key.split(".")
     return reduce(getattr, parents, cfg), name
 
@@ -167,9 +167,7 @@ def _merge(cfg: CN, pairs: Pairs) -> None:
 
 
 def _merge_value(cfg: CN, key: str, value: Any, where: str, known: Sequence[str]) -> None:
-    if key not in known:
-        raise unknown_key(key, known, where)
-    node, name = _node_of(cfg, key)
+    node, name = _node_of(cfg, key, known, where)
     if any(own.name == key and own.default is None for own in all_keys()):
         node[name] = None  # of any type: MEMFIT.BUDGET_GB is 6, 5.5 or "auto"
     try:

@@ -3,7 +3,7 @@
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +20,23 @@ from ..common.errors import ConfigError
 from ..memory import auto_budget_gb
 from ..techniques.host import workers_bytes
 from .cards import PRESETS
-from .keys import check_arguments, checks_of
+from .keys import KEYS, checks_of
 from .load import with_memfit_keys, with_settings
 
 __all__ = ["NormalizerOptions", "Precision", "RecoveryOptions", "auto_scale_workers"]
-__all__ += ["check_settings", "checked_cfg"]
+__all__ += ["check_arguments", "check_settings", "checked_cfg"]
 
 logger = logging.getLogger(__name__)
+
+
+def check_arguments(values: Mapping[str, Any]) -> None:
+    """Check the values of some keys of :data:`KEYS`, which are arguments in Python.
+
+    Raises:
+        ConfigError: some cannot work. The message has a line for each.
+    """
+    checks = {key.name: key.check for key in KEYS}
+    check_all(([name], partial(checks[name], name, value)) for name, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,7 @@ class NormalizerOptions:
     losses: Sequence[Sequence[str]] = ()
 
     def __post_init__(self) -> None:
-        check_arguments(
-            {"MEMFIT.NORMALIZERS.POLICY": self.policy, "MEMFIT.NORMALIZERS.LOSSES": self.losses}
-        )
+        check_arguments({f"MEMFIT.NORMALIZERS.{k.upper()}": v for k, v in vars(self).items()})
 
     @classmethod
     def from_cfg(cls, cfg: CfgNode) -> "NormalizerOptions":
@@ -98,9 +106,7 @@ def checked_cfg(cfg: CfgNode, ranks: int, trains: bool = True) -> CfgNode:
     """
     check_positive_int("num_gpus", ranks)
     cfg = check_settings(with_memfit_keys(cfg), ranks, trains)
-    budget_gb = cfg.MEMFIT.BUDGET_GB
-    if budget_gb is None and cfg.MEMFIT.PRESET:
-        budget_gb = PRESETS[cfg.MEMFIT.PRESET]
+    budget_gb = cfg.MEMFIT.BUDGET_GB or PRESETS.get(cfg.MEMFIT.PRESET)
     if budget_gb == "auto":
         ranks_here = compat.local_world_size() if comm.get_world_size() > 1 else ranks
         budget_gb = auto_budget_gb(cfg.MODEL.DEVICE, ranks_here, workers_bytes(cfg, ranks))
@@ -122,12 +128,12 @@ def check_settings(cfg: CfgNode, ranks: Optional[int] = None, trains: bool = Tru
     Raises:
         ConfigError: some values cannot work. The message has a line for each.
     """
-    checks = [*checks_of(cfg, trains)]
-    if trains and ranks is not None:
-        batch = ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS")
-        checks.append((batch, partial(auto_scale_workers, cfg, ranks)))
-    check_all(checks)
-    return cfg if ranks is None or not trains else auto_scale_workers(cfg, ranks)
+    if ranks is None or not trains:
+        check_all(checks_of(cfg, trains))
+        return cfg
+    scaled = partial(auto_scale_workers, cfg, ranks)
+    check_all([*checks_of(cfg), (["SOLVER.IMS_PER_BATCH", "SOLVER.ACCUMULATION_STEPS"], scaled)])
+    return scaled()
 
 
 def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:

@@ -17,8 +17,7 @@ from ..common import compat
 from ..common.checks import check_positive_int
 from ..common.errors import ConfigError, OutOfMemoryError
 from ..common.snapshot import Snapshot
-from ..config.keys import check_arguments
-from ..config.settings import NormalizerOptions, Precision, RecoveryOptions
+from ..config.settings import NormalizerOptions, Precision, RecoveryOptions, check_arguments
 from ..job import LossFn, losses_of
 from . import ranks
 from .counts import Counts

@@ -16,7 +16,7 @@ from torch import nn
 from ..common import GB
 from ..common.checks import check_positive_number
 from ..config.cards import why_no_card_has
-from ..config.keys import check_arguments
+from ..config.settings import check_arguments
 from ..job import Job
 from ..techniques.registry import TIERS
 from .device import DeviceModel
