@@ -1,12 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """The config, the job and its data, from the options of the command line."""
 
-import argparse
 import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -18,13 +18,15 @@ from ..common.errors import ConfigError
 from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
 from ..config.lazy import cfg_of_lazy, overrides_of
-from ..config.load import load_cfg, merge_opts
+from ..config.load import load_cfg, merge_opts, with_settings
 from ..config.settings import check_settings
 from ..data.coco_file import check_coco_file
+from ..data.hold_out import hold_out
 from ..data.registration import register_coco
 from ..data.settings import fit_to_data, goes_with_data
 from ..job import GivenBatches, Job, load_lazy_config, with_overrides
 
+AddKeys = Sequence[Callable[..., Any]]
 Config = Union[CfgNode, DictConfig]
 
 
@@ -36,24 +38,23 @@ def is_lazy(config_file: str) -> bool:
     return "\ndataloader:" in "\n" + file.read_text(errors="replace")
 
 
-def load_config(args: argparse.Namespace, more: Sequence[str] = (), runs: bool = False) -> Config:
+def load_config(args: Namespace, runs: bool = False) -> Config:
     """Load the config of the command line, with its budget and what follows from ``--coco``.
 
     ``args.notes`` gets a line for each setting from the data.
 
     Args:
-        more: KEY VALUE pairs of the command, before the user's.
         runs: as for :func:`load_yaml`.
     """
     if is_lazy(args.config_file):
         check_lazy_options(args)
         project_functions(args)  # registers what the config names
-        return load_lazy(args, more, runs)
-    add_keys = project_functions(args)
-    return load_yaml(args, add_keys, more, trains=bool(args.coco), runs=runs)  # the job checks more
+        return load_lazy(args, runs)
+    add_keys, trains = project_functions(args), bool(args.coco)
+    return load_yaml(args, add_keys, trains=trains, ranks=None, runs=runs)  # the job checks more
 
 
-def project_functions(args: argparse.Namespace) -> list[Callable[..., Any]]:
+def project_functions(args: Namespace) -> list[Callable[..., Any]]:
     """The functions that add a project's keys: of ``--project``, or in the file of ``--trainer``.
 
     The folders of ``--project`` are where their modules are looked for. The trainer is imported,
@@ -77,7 +78,7 @@ def _takes_a_config(function: Any) -> bool:
     return True
 
 
-def check_lazy_options(args: argparse.Namespace, *others: str) -> None:
+def check_lazy_options(args: Namespace, *others: str) -> None:
     """Raise :class:`ConfigError` for options that a LazyConfig does not take."""
     for name in ("coco", "trainer", *others):
         if getattr(args, name, None):
@@ -87,23 +88,20 @@ def check_lazy_options(args: argparse.Namespace, *others: str) -> None:
             )
 
 
-def load_lazy(args: argparse.Namespace, more: Sequence[str] = (), runs: bool = True) -> DictConfig:
+def load_lazy(args: Namespace, runs: bool = True) -> DictConfig:
     """Load the LazyConfig of the command line, with its budget, as :func:`load_config`."""
     args.config_file = find_config_file(args.config_file, ".py")
-    cfg = load_lazy_config(args.config_file, args.opts)
-    cfg = _with_opts(cfg, [*opts_of_budget(args), *more])
-    cfg = _with_opts(cfg, opts_of_fit(cfg_of_lazy(cfg), args))
+    opts = opts_of_budget(args)
+    checked = load_cfg("", opts)
+    budget = {key: value_of(checked, key) for key in opts[::2]}
+    cfg = with_overrides(load_lazy_config(args.config_file, args.opts), overrides_of(budget))
+    cfg = with_overrides(cfg, overrides_of(settings_of_fit(cfg_of_lazy(cfg), args)))
     if runs:
         cfg.train.device = usable_device(cfg.train.device)
     return cfg
 
 
-def _with_opts(cfg: DictConfig, opts: Sequence[str]) -> DictConfig:
-    values = load_cfg("", opts)
-    return with_overrides(cfg, overrides_of({key: value_of(values, key) for key in opts[::2]}))
-
-
-def trainer_of(args: argparse.Namespace) -> Any:
+def trainer_of(args: Namespace) -> Any:
     return find_function(args.trainer, "--trainer") if args.trainer else None
 
 
@@ -127,7 +125,7 @@ def find_function(name: str, option: str) -> Any:
         ) from e
 
 
-def job_of(args: argparse.Namespace, cfg: Config) -> Job:
+def job_of(args: Namespace, cfg: Config) -> Job:
     """Make the job of a config, with the trainer and the largest batch of the command line."""
     batch = find_function(args.batch, "--batch")(cfg) if args.batch else None
     if args.batch:
@@ -136,7 +134,7 @@ def job_of(args: argparse.Namespace, cfg: Config) -> Job:
     return Job.from_any(cfg, trainer_of(args), args.num_gpus, batch=batch, **sizes)
 
 
-def opts_of_budget(args: argparse.Namespace) -> list[str]:
+def opts_of_budget(args: Namespace) -> list[str]:
     """KEY VALUE pairs for ``--card`` and ``--budget``.
 
     Raises:
@@ -149,7 +147,7 @@ def opts_of_budget(args: argparse.Namespace) -> list[str]:
     if given[1:]:
         raise ConfigError(f"{' and '.join(given)}: give only one")
     if args.card is not None:
-        return _opts(settings_of_card(args.card))
+        return [str(part) for setting in settings_of_card(args.card).items() for part in setting]
     if budget is None:
         return []
     on_cpu = budget == "auto" and getattr(args, "device", None) == "cpu"
@@ -165,75 +163,68 @@ def _key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+").upper().removeprefix("TRAIN.")
 
 
-def opts_of_fit(cfg: CfgNode, args: argparse.Namespace) -> list[str]:
-    """KEY VALUE pairs for ``--fit``."""
+def settings_of_fit(cfg: CfgNode, args: Namespace) -> dict[str, Any]:
+    """Keys and values for ``--fit``."""
     if not getattr(args, "fit", False):
-        return []
-    # A plan turns on "split", where the model can be split.
-    values = {"MEMFIT.OOM.POLICY": "split"} if args.eval_only else {"MEMFIT.PLAN.ENABLED": "True"}
+        return {}
+    # A plan turns on "split" itself, where the model can be split.
+    plan, split = {"MEMFIT.PLAN.ENABLED": True}, {"MEMFIT.OOM.POLICY": "split"}
+    settings: dict[str, Any] = split if args.eval_only else plan
     if cfg.MEMFIT.BUDGET_GB is None and not cfg.MEMFIT.PRESET:
-        values["MEMFIT.BUDGET_GB"] = "auto"
-    given = set(map(_key_of, args.opts))
-    return _opts({key: value for key, value in values.items() if key not in given})
+        settings["MEMFIT.BUDGET_GB"] = "auto"
+    return {k: v for k, v in settings.items() if k not in map(_key_of, args.opts)}
 
 
 def load_yaml(
-    args: argparse.Namespace,
-    add_keys: Sequence[Callable[..., Any]],
-    more: Sequence[str] = (),
-    *,
-    trains: bool,
-    ranks: Optional[int] = None,
-    runs: bool = False,
+    args: Namespace, add_keys: AddKeys, *, trains: bool, ranks: Optional[int], runs: bool
 ) -> CfgNode:
     """Load a yaml config with its budget, and complete it from the datasets of ``--coco``.
 
-    It is checked before the datasets are read. Only keys that the user has not given are set.
-    Values in a file for other datasets do not apply to these. A plan made for COCO also applies to
-    your own data, except for its schedule and classes. ``args.notes`` gets a line for each setting
-    from the data.
+    It is checked before the datasets are read, and before ``--hold-out`` makes two of one. Only
+    keys that the user has not given are set. Values in a file for other datasets do not apply to
+    these. A plan made for COCO also applies to your own data, except for its schedule and classes.
+    ``args.notes`` gets a line for each setting from the data.
 
     Args:
         add_keys: as for :func:`~d2_memfit.config.load.load_cfg`.
-        more: KEY VALUE pairs of the command, before the user's.
         trains, ranks: as for :func:`~d2_memfit.config.settings.check_settings`.
         runs: whether the model runs here: on the CPU if there is no GPU, and with the images of
             datasets, which an estimate does not need.
     """
-    opts = [*opts_of_budget(args), *more, *args.opts]
+    opts = [*opts_of_budget(args), *args.opts]
     cfg = load_cfg(args.config_file, (), add_keys, opts)
-    file, names = cfg.SOLVER.clone(), [name for name, _, _ in args.coco]
+    file, given = cfg.clone(), set(opts[::2])
+    merge_opts(cfg, opts)
+    check_settings(cfg, ranks, trains)
+    if getattr(args, "hold_out", None) is not None:
+        args.coco = hold_out(args.coco, args.hold_out, cfg.OUTPUT_DIR, args.resume)
+    names = [name for name, _, _ in args.coco]
     if len(set(names)) < len(names):
         raise ConfigError("--coco: a name is given twice")
     for dataset in args.coco:
         register_coco(*dataset)
-    given = set(opts[::2])
     if names and args.config_file:
         of_file = keys_in_own_files(find_config_file(args.config_file))
         names_others = bool({"DATASETS.TRAIN", "DATASETS.TEST"} & of_file)
-        if names_others and not {*cfg.DATASETS.TRAIN, *cfg.DATASETS.TEST} & set(names):
+        if names_others and not {*file.DATASETS.TRAIN, *file.DATASETS.TEST} & set(names):
             of_file = {key for key in of_file if not goes_with_data(key)}
         given |= of_file
     others = names[1:] if names[1:] or trains else names
     roles = {"DATASETS.TRAIN": tuple(names[:1]), "DATASETS.TEST": tuple(others)}
-    new = {key: value for key, value in roles.items() if names and key not in given}
-    merge_opts(cfg, [*_opts(new), *opts])
-    check_settings(cfg, ranks, trains)
+    cfg = with_settings(cfg, {k: v for k, v in roles.items() if names and k not in given})
+    trained, tested = cfg.DATASETS.TRAIN if trains else (), cfg.DATASETS.TEST
     files = {}
-    for name, json_file, image_dir in args.coco:
-        is_trained = trains and name in cfg.DATASETS.TRAIN
-        if is_trained or name in cfg.DATASETS.TEST:
-            needs_objects = is_trained and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
-            folder = image_dir if runs else None
-            files[name] = check_coco_file(name, json_file, folder, needs_objects)
-    train = [files[name] for name in cfg.DATASETS.TRAIN if trains and name in files]
-    test = [files[name] for name in cfg.DATASETS.TEST if name in files]
+    for name, json_file, folder in args.coco:
+        if name in (*trained, *tested):
+            needs_objects = name in trained and cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
+            files[name] = check_coco_file(name, json_file, folder if runs else None, needs_objects)
+    train, test = ([files[n] for n in part if n in files] for part in (trained, tested))
     settings = fit_to_data(cfg, train, test, given)
-    merge_opts(cfg, _opts({s.key: s.value for s in settings if s.key}))
+    cfg = with_settings(cfg, {s.key: s.value for s in settings if s.key})
     args.notes += [f"From the data: {setting}" for setting in settings]
     if runs and trains:
-        args.notes += _batch_notes(file, cfg.SOLVER)
-    merge_opts(cfg, opts_of_fit(cfg, args))
+        args.notes += _batch_notes(file.SOLVER, cfg.SOLVER)
+    cfg = with_settings(cfg, settings_of_fit(cfg, args))
     if runs:
         cfg.MODEL.DEVICE = usable_device(cfg.MODEL.DEVICE, "MODEL.DEVICE" in args.opts[::2])
     return cfg
@@ -251,7 +242,3 @@ def _batch_notes(recipe: CfgNode, solver: CfgNode) -> list[str]:
         f"(arXiv:1706.02677): SOLVER.BASE_LR {solver.BASE_LR * factor:g}. Or keep the batch with "
         "SOLVER.ACCUMULATION_STEPS"
     ]
-
-
-def _opts(settings: Mapping[str, Any]) -> list[str]:
-    return [str(part) for setting in settings.items() for part in setting]

@@ -1,8 +1,8 @@
 # Copyright (c) the d2_memfit developers.
 """The command predict, which uses a trained model."""
 
-import argparse
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Union
@@ -30,7 +30,7 @@ from .options import is_lazy, load_config, trainer_of
 from .screen import say, show
 
 
-def predict(args: argparse.Namespace) -> None:
+def predict(args: Namespace) -> None:
     Check("a number from 0 to 1", lambda value: 0 <= value <= 1)("--min-score", args.min_score)
     if args.tile_size is not None:
         whole(16)("--tile-size", args.tile_size)
@@ -72,13 +72,14 @@ def predict(args: argparse.Namespace) -> None:
         sys.exit(3)
 
 
-def _predictor(args: argparse.Namespace, files: Sequence[Path]) -> tuple[Predictor, CfgNode]:
+def _predictor(args: Namespace, files: Sequence[Path]) -> tuple[Predictor, CfgNode]:
     """Make the predictor of images and videos, and the config of its job; check the outputs."""
     # In training, --coco sets classes and schedule. Here the config has them already.
-    without_data = argparse.Namespace(**{**vars(args), "coco": []})
-    own = ["OUTPUT_DIR", str(args.output), "MEMFIT.OOM.POLICY", "split"]
-    config = load_config(without_data, own, runs=True)
-    job = Job.from_any(config, trainer_of(args), ranks=1)
+    without_data = Namespace(**{**vars(args), "coco": []})
+    config = load_config(without_data, runs=True)
+    own = {"OUTPUT_DIR": str(args.output), "MEMFIT.OOM.POLICY": "split"}
+    own = {key: value for key, value in own.items() if key not in args.opts[::2]}
+    job = Job.from_any(config, trainer_of(args), ranks=1).with_settings(own)
     weights = job.cfg.MODEL.WEIGHTS
     given = args.weights or (weights if "MODEL.WEIGHTS" in args.opts[::2] else None)
     weights = weights_of(args.config_file, weights, given)

@@ -1,11 +1,10 @@
 # Copyright (c) the d2_memfit developers.
 """The command train: one run of a yaml config or a LazyConfig, on all its ranks."""
 
-import argparse
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -16,7 +15,6 @@ from detectron2 import evaluation
 from detectron2.config import CfgNode, instantiate
 from detectron2.data import MetadataCatalog
 from detectron2.engine import default_setup, default_writers, hooks
-from detectron2.evaluation import coco_evaluation
 from detectron2.modeling import GeneralizedRCNNWithTTA
 from detectron2.utils import comm
 from omegaconf import DictConfig
@@ -27,9 +25,8 @@ from ..common.errors import ConfigError, MemfitError, exit_on_error
 from ..common.files import LOCK, check_run_folder, lock_folder, whole_file
 from ..config.files import find_config_file
 from ..config.lazy import cfg_of_lazy
-from ..config.load import load_cfg, with_settings
+from ..config.load import with_settings
 from ..config.settings import Precision, check_settings
-from ..data.hold_out import hold_out
 from ..data.registration import check_datasets, register_coco
 from ..engine.build import build_trainer
 from ..engine.checkpoint import MemfitCheckpointer
@@ -41,15 +38,13 @@ from ..job import Job, LazyParts, TrainerParts
 from ..memory import keep_plan, use_expandable_segments
 from ..planner.fit_config import fit_config
 from .command_line import argument_parser, files_read
-from .options import Config, check_lazy_options, is_lazy, load_lazy, load_yaml, opts_of_budget
+from .options import AddKeys, Config, check_lazy_options, is_lazy, load_lazy, load_yaml
 from .screen import leave_out_dumps, next_step, show
 
 logger = logging.getLogger(__name__)
 
-AddKeys = Sequence[Callable[[CfgNode], Any]]
-
 if not has_compiled_ops():  # the fast evaluation, which COCOEvaluator uses by default, needs them
-    coco_evaluation.COCOeval_opt = coco_evaluation.COCOeval
+    evaluation.coco_evaluation.COCOeval_opt = evaluation.coco_evaluation.COCOeval
 
 
 class Trainer(MemfitTrainer):
@@ -60,11 +55,10 @@ class Trainer(MemfitTrainer):
         sem_seg = partial(evaluation.SemSegEvaluator, **into)
         sigmas = cfg.TEST.KEYPOINT_OKS_SIGMAS
         coco = partial(evaluation.COCOEvaluator, kpt_oks_sigmas=sigmas, **into)
-        panoptic = partial(evaluation.COCOPanopticEvaluator, **into)
-        kinds: dict[str, list[Callable[[str], Any]]] = {
+        kinds: dict[str, list[Any]] = {
             "sem_seg": [sem_seg],
             "coco": [coco],
-            "coco_panoptic_seg": [sem_seg, coco, panoptic],
+            "coco_panoptic_seg": [sem_seg, coco, partial(evaluation.COCOPanopticEvaluator, **into)],
             "lvis": [partial(evaluation.LVISEvaluator, **into)],
             "cityscapes_instance": [evaluation.CityscapesInstanceEvaluator],
             "cityscapes_sem_seg": [evaluation.CityscapesSemSegEvaluator],
@@ -72,9 +66,8 @@ class Trainer(MemfitTrainer):
         }
         kind = MetadataCatalog.get(dataset_name).get("evaluator_type")
         if kind not in kinds:
-            raise NotImplementedError(
-                f"dataset {dataset_name!r} has evaluator_type {kind!r}: override build_evaluator"
-            )
+            what = f"dataset {dataset_name!r} has evaluator_type {kind!r}"
+            raise NotImplementedError(f"{what}: override build_evaluator")
         return evaluation.DatasetEvaluators([make(dataset_name) for make in kinds[kind]])
 
     @classmethod
@@ -94,7 +87,7 @@ class Trainer(MemfitTrainer):
 
 
 def prepare(
-    args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
+    args: Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
 ) -> Optional[CfgNode]:
     """Check all that can be checked before a process starts, and complete the arguments.
 
@@ -117,10 +110,6 @@ def prepare(
         keys = cfg_of_lazy(load_lazy(args))
         check_settings(keys, ranks, trains)
     else:
-        if args.hold_out is not None:
-            opts = [*opts_of_budget(args), *args.opts]
-            whole = check_settings(load_cfg(args.config_file, opts, add_keys), ranks, trains)
-            args.coco = hold_out(args.coco, args.hold_out, whole.OUTPUT_DIR, args.resume)
         keys = cfg = load_yaml(args, add_keys, trains=trains, ranks=ranks, runs=True)
         if args.training_only:
             cfg.DATASETS.TEST = ()
@@ -159,7 +148,7 @@ def _check_model(cfg: CfgNode, trainer: type[Trainer]) -> None:
 @exit_on_error
 @causes_named()
 @patch.object(logging, "raiseExceptions", False)  # on a full disk, no traceback for each line
-def main(args: argparse.Namespace, cfg: Optional[Config], trainer_class: type[Trainer]) -> None:
+def main(args: Namespace, cfg: Optional[Config], trainer_class: type[Trainer]) -> None:
     """Run one rank, with the arguments and the config of :func:`prepare`."""
     for dataset in args.coco:
         register_coco(*dataset)
@@ -172,7 +161,7 @@ def main(args: argparse.Namespace, cfg: Optional[Config], trainer_class: type[Tr
     run_it(args, cfg, keys, trainer_class)
 
 
-def _set_up_rank(args: argparse.Namespace, cfg: Config, keys: CfgNode) -> None:
+def _set_up_rank(args: Namespace, cfg: Config, keys: CfgNode) -> None:
     """Run Detectron2's ``default_setup``; an evaluation keeps the config.yaml of the training."""
     folder, is_main = Path(keys.OUTPUT_DIR), comm.is_main_process()
     config_file = folder / "config.yaml"
@@ -194,9 +183,7 @@ def _set_up_rank(args: argparse.Namespace, cfg: Config, keys: CfgNode) -> None:
         logger.warning("No GPU is visible: running on the CPU")
 
 
-def _evaluate(
-    args: argparse.Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]
-) -> None:
+def _evaluate(args: Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]) -> None:
     parts = LazyParts(cfg) if isinstance(cfg, DictConfig) else TrainerParts(cfg, trainer_class)
     model = parts.build_model(keys.MODEL.DEVICE)
     trainer_class.load_weights(keys, model, args.resume)
@@ -218,9 +205,7 @@ def _tested(parts: Any, keys: CfgNode, model: nn.Module) -> Any:
     return results
 
 
-def _train(
-    args: argparse.Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]
-) -> None:
+def _train(args: Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trainer]) -> None:
     """Train, by a plan with ``--fit``, and say how to use the weights."""
     folder, is_main = Path(keys.OUTPUT_DIR), comm.is_main_process()
     if is_main:
@@ -249,7 +234,7 @@ def _train(
         show(f"Written: {weights} (weights), {folder / 'metrics.json'}, {config}")
         if trainer_class is Trainer:  # a project's needs its code, too: docs/PREDICT.md
             data = {"coco": args.coco[1:2], "input": None if args.coco[1:] else "FOLDER"}
-            given = argparse.Namespace(config_file=config, weights=weights, **data)
+            given = Namespace(config_file=config, weights=weights, **data)
             show(next_step("find objects", "predict", given))
 
 
@@ -257,27 +242,21 @@ def _lazy_trainer(cfg: DictConfig) -> Any:
     """The trainer and hooks of Detectron2's ``lazyconfig_train_net.py``."""
     job = Job.from_lazy(cfg)
     trainer: Any = build_trainer(job)
-    model, is_main = trainer.model, comm.is_main_process()
+    model, folder, is_main = trainer.model, cfg.train.output_dir, comm.is_main_process()
     logger.info("Model:\n%s", model)
-    trainer.checkpointer = MemfitCheckpointer(model, cfg.train.output_dir, trainer=trainer)
-    writers = default_writers(cfg.train.output_dir, cfg.train.max_iter) if is_main else []
-    saves = partial(hooks.PeriodicCheckpointer, trainer.checkpointer, **cfg.train.checkpointer)
-    test = partial(_tested, job.parts, job.cfg, model)
-    trainer.register_hooks(
-        [
-            hooks.IterationTimer(),
-            hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier)),
-            saves() if is_main else None,
-            hooks.EvalHook(cfg.train.eval_period, test),
-            hooks.PeriodicWriter(writers, period=cfg.train.log_period) if is_main else None,
-        ]
-    )
+    trainer.checkpointer = MemfitCheckpointer(model, folder, trainer=trainer)
+    made = [hooks.IterationTimer(), hooks.LRScheduler(scheduler=instantiate(cfg.lr_multiplier))]
+    if is_main:
+        made.append(hooks.PeriodicCheckpointer(trainer.checkpointer, **cfg.train.checkpointer))
+    made.append(hooks.EvalHook(cfg.train.eval_period, partial(_tested, job.parts, job.cfg, model)))
+    if is_main:
+        writers = default_writers(folder, cfg.train.max_iter)
+        made.append(hooks.PeriodicWriter(writers, period=cfg.train.log_period))
+    trainer.register_hooks(made)
     return trainer
 
 
-def train(
-    args: argparse.Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()
-) -> None:
+def train(args: Namespace, trainer: type[Trainer] = Trainer, add_keys: AddKeys = ()) -> None:
     """Check the arguments, then start the ranks, or join those that torchrun started.
 
     Args:

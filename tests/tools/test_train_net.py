@@ -112,9 +112,11 @@ LAZY = "train.memfit.plan.enabled=False ++train.memfit.oom.policy=raise +train.m
 def test_fit_leaves_the_keys_that_the_user_gives(opts):
     for eval_only in (False, True):
         args = Namespace(fit=True, eval_only=eval_only, opts=opts.split())
-        assert options.opts_of_fit(get_cfg(), args) == []
+        assert options.settings_of_fit(get_cfg(), args) == {}
         args.opts = []
-        assert options.opts_of_fit(get_cfg(), args)[-2:] == ["MEMFIT.BUDGET_GB", "auto"]
+        key, value = ("OOM.POLICY", "split") if eval_only else ("PLAN.ENABLED", True)
+        expected = {f"MEMFIT.{key}": value, "MEMFIT.BUDGET_GB": "auto"}
+        assert options.settings_of_fit(get_cfg(), args) == expected
 
 
 def test_with_training_only_nothing_is_evaluated(arguments):
