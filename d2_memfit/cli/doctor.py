@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The commands doctor and measure-gpu, which test."""
 
-import argparse
+from argparse import Namespace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from .plan import give_answer, next_plan
 from .screen import show, show_progress
 
 
-def doctor(args: argparse.Namespace) -> None:
+def doctor(args: Namespace) -> None:
     job, trainer = _job_and_trainer(args)
     remake = partial(_job_and_trainer, args) if job.ranks > 1 else None
     findings = [*examine(job, trainer, remake, lambda what: show_progress(f"Checking: {what}"))]
@@ -22,11 +22,11 @@ def doctor(args: argparse.Namespace) -> None:
     give_answer(args, findings, answer, details, next_step, is_good=is_well)
 
 
-def _job_and_trainer(args: argparse.Namespace) -> tuple[Job, Any]:
+def _job_and_trainer(args: Namespace) -> tuple[Job, Any]:
     return job_of(args, load_config(args)), trainer_of(args)
 
 
-def measure_gpu(args: argparse.Namespace) -> None:
+def measure_gpu(args: Namespace) -> None:
     from .. import measure
 
     for text in measure.measure_gpu("cuda:0", args.seconds, args.output, args.items, args.small):

@@ -1,7 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """The command explain."""
 
-import argparse
+from argparse import Namespace
 from functools import partial
 from typing import Optional
 
@@ -13,13 +13,12 @@ from ..explain.text import answer_of_run, details_of
 from ..explain.verdict import explain_run, plan_for, predict_run
 from ..job import Job, load_lazy_config
 from ..planner.plan import Plan
-from ..planner.plan_file import keys_as_yaml
 from .options import check_lazy_options, project_functions, trainer_of
 from .plan import check_plan_file, give_answer, next_train, write_plan
 from .screen import next_step
 
 
-def explain(args: argparse.Namespace) -> None:
+def explain(args: Namespace) -> None:
     lazy = partial(_lazy_job, args) if args.config_file else None
     help = Help(
         project_functions(args), trainer_of(args), args.coco, args.image_size, args.instances, lazy
@@ -47,26 +46,19 @@ def explain(args: argparse.Namespace) -> None:
     answer = answer_of_run(run, result, plan)
     if each[1:]:
         answer += f"\nThis is {result.name} of {len(each)} in the log: --details lists them"
-    give_answer(
-        args,
-        Explanation(tuple(each)),
-        answer,
-        details_of(each, result),
-        _next_step(args, plan) if (plan.fits if plan else dry and is_on_card) else "",
-        keys=keys_as_yaml(dry.job, plan) if dry and plan else "",
-        steps={"as it ran": dry} if dry else None,
-        limit_gb=plan.budget_gb if plan else None,
-        is_good=bool(writes or not args.output),
-    )
+    explanation, details = Explanation(tuple(each)), details_of(each, result)
+    next_step = _next_step(args, plan) if (plan.fits if plan else dry and is_on_card) else ""
+    is_good = bool(writes or not args.output)
+    give_answer(args, explanation, answer, details, next_step, "as it ran", dry, plan, is_good)
 
 
-def _next_step(args: argparse.Namespace, plan: Optional[Plan]) -> str:
+def _next_step(args: Namespace, plan: Optional[Plan]) -> str:
     if plan and args.output:
         return next_train(args, plan.estimate.num_gpus)
     card, file = args.card if plan else "8GB", "plan.py" if args.config_file else "plan.yaml"
     return next_step("write a plan to a file", "explain", args, card=card, output=file)
 
 
-def _lazy_job(args: argparse.Namespace, ranks: int) -> Job:
+def _lazy_job(args: Namespace, ranks: int) -> Job:
     cfg = load_lazy_config(find_config_file(args.config_file, ".py"), [])
     return Job.from_lazy(cfg, ranks, image_size=args.image_size, num_instances=args.instances)

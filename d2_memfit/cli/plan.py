@@ -1,10 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """The commands estimate and plan."""
 
-import argparse
 import json
 import sys
-from collections.abc import Mapping
+from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -24,7 +23,7 @@ from .options import Config, budgets_in, is_lazy, job_of, load_config
 from .screen import next_step, say, show, show_progress
 
 
-def estimate(args: argparse.Namespace) -> None:
+def estimate(args: Namespace) -> None:
     _, job, device = _asked(args)
     if args.inference_only:
         inference = estimate_inference(job, device)
@@ -37,18 +36,12 @@ def estimate(args: argparse.Namespace) -> None:
     if budget_gb is not None and not args.probe:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
     fits = budget_gb is not None and dry_job.fits(budget_gb)
-    give_answer(
-        args,
-        estimate,
-        text.answer_of_estimate(estimate, budget_gb, fits),
-        text.describe_estimate(estimate),
-        next_plan(args, budget_gb),
-        steps={"training": dry_job},
-        limit_gb=budget_gb,
-    )
+    answer = text.answer_of_estimate(estimate, budget_gb, fits)
+    details, next_step = text.describe_estimate(estimate), next_plan(args, budget_gb)
+    give_answer(args, estimate, answer, details, next_step, "training", dry_job, limit_gb=budget_gb)
 
 
-def plan(args: argparse.Namespace) -> None:
+def plan(args: Namespace) -> None:
     check_plan_file(args.config_file, args.output)
     cfg, job, device = _asked(args)
     if job.budget_gb is None:
@@ -71,20 +64,11 @@ def plan(args: argparse.Namespace) -> None:
         next_step = next_train(args, args.num_gpus)
     else:
         next_step = next_plan(args, plan.budget_gb, **_what_fits(args, plan))
-    give_answer(
-        args,
-        plan,
-        text.answer_of_plan(plan),
-        text.describe_plan(plan),
-        next_step,
-        keys=keys_as_yaml(job, plan),
-        steps={"with the plan": dry_job},
-        limit_gb=plan.budget_gb,
-        is_good=plan.fits,
-    )
+    answer, details = text.answer_of_plan(plan), text.describe_plan(plan)
+    give_answer(args, plan, answer, details, next_step, "with the plan", dry_job, plan, plan.fits)
 
 
-def write_plan(args: argparse.Namespace, cfg: Config, plan: Plan) -> None:
+def write_plan(args: Namespace, cfg: Config, plan: Plan) -> None:
     """Write ``--output``, which ``train`` takes: yaml, or a LazyConfig for one."""
     is_py, opts = args.output.suffix == ".py", getattr(args, "opts", [])
     planned = lazy_file(args.config_file, opts, plan) if is_py else planned_yaml(cfg, plan)
@@ -93,15 +77,16 @@ def write_plan(args: argparse.Namespace, cfg: Config, plan: Plan) -> None:
 
 
 def give_answer(
-    args: argparse.Namespace,
+    args: Namespace,
     result: Any,
     answer: str,
     details: str = "",
     next_step: str = "",
-    keys: str = "",
-    steps: Optional[Mapping[str, DryJob]] = None,
-    limit_gb: Optional[float] = None,
+    name: str = "",
+    dry_job: Optional[DryJob] = None,
+    plan: Optional[Plan] = None,
     is_good: bool = True,
+    limit_gb: Optional[float] = None,
 ) -> None:
     """Print the result of a command, as text or JSON, with its notes, and write its page.
 
@@ -109,18 +94,20 @@ def give_answer(
 
     Args:
         result: a dataclass, for ``--json``.
-        keys: what to copy, for the page.
-        steps: dry runs to draw, by name, in the page.
-        limit_gb: a line through their pictures.
+        name, dry_job: a dry run whose step the page draws, with the name of that step.
+        plan: its keys, to copy, are in the page, and its budget as a line through the picture.
         is_good: whether the command has done what was asked for. If not, it ends with status 3.
+        limit_gb: that line without a plan.
     """
     if args.notes:  # one for the answer, and all of them for the details
         answer += f"\n{text.first_of(args.notes, 200)}"
         details = "\n".join([*args.notes, "", details])
     if getattr(args, "html", None) is not None:
+        keys = keys_as_yaml(dry_job.job, plan) if dry_job and plan else ""
         texts = {"Answer": answer, "Keys": keys, "Next": next_step, "Details": details}
-        drawn = {name: dry.device.events(dry.whole()) for name, dry in (steps or {}).items()}
-        write_page(args.html, f"d2-memfit {args.command}", texts, drawn, limit_gb)
+        steps = {name: dry_job.device.events(dry_job.whole())} if dry_job else {}
+        limit_gb = plan.budget_gb if plan else limit_gb
+        write_page(args.html, f"d2-memfit {args.command}", texts, steps, limit_gb)
     if getattr(args, "json", False):
         for note in args.notes:
             say(note)
@@ -134,7 +121,7 @@ def give_answer(
         sys.exit(3)
 
 
-def _what_fits(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+def _what_fits(args: Namespace, plan: Plan) -> dict[str, Any]:
     """Other options, with which there is a plan that fits."""
     if plan.fits:
         return {}
@@ -146,7 +133,7 @@ def _what_fits(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     return {"card": None, "budget": plan.smallest_budget_gb, "opts": opts}
 
 
-def next_plan(args: argparse.Namespace, budget_gb: Optional[float], **values: Any) -> str:
+def next_plan(args: Namespace, budget_gb: Optional[float], **values: Any) -> str:
     """The line that plans for the job of a command. Without a budget, for its card, or for 6 GB."""
     values["output"] = "plan.py" if is_lazy(args.config_file) else "plan.yaml"
     if budget_gb is None:
@@ -155,10 +142,10 @@ def next_plan(args: argparse.Namespace, budget_gb: Optional[float], **values: An
     return next_step("plan, and write the plan to a file", "plan", args, **values)
 
 
-def next_train(args: argparse.Namespace, num_gpus: int) -> str:
+def next_train(args: Namespace, num_gpus: int) -> str:
     """The lines after a plan was written."""
     program = "python YOUR_SCRIPT.py" if args.trainer or args.project else ""
-    options = argparse.Namespace(config_file=args.output, num_gpus=num_gpus, coco=args.coco)
+    options = Namespace(config_file=args.output, num_gpus=num_gpus, coco=args.coco)
     return f"Written: {args.output}\n{next_step('train it', 'train', options, program)}"
 
 
@@ -170,7 +157,7 @@ def check_plan_file(config_file: str, output: Optional[Path]) -> None:
         raise ConfigError(f"--output {output}: {kind}, use {output.with_suffix(suffix)}")
 
 
-def _asked(args: argparse.Namespace) -> tuple[Config, Job, Optional[str]]:
+def _asked(args: Namespace) -> tuple[Config, Job, Optional[str]]:
     """The config, job and device of a command."""
     cfg = load_config(args)
     if args.probe:

@@ -5,11 +5,11 @@ The log's file has everything. The screen leaves out Detectron2's dumps of envir
 model.
 """
 
-import argparse
 import logging
 import re
 import shlex
 import sys
+from argparse import Namespace
 from typing import Any
 
 from detectron2.utils.logger import setup_logger
@@ -27,9 +27,7 @@ _OF_ANSWER = ("details", "json", "html", "overwrite", "output")  # the next comm
 _bars: list[tqdm] = []  # the open one of show_progress
 
 
-def next_step(
-    why: str, command: str, args: argparse.Namespace, program: str = "", **values: Any
-) -> str:
+def next_step(why: str, command: str, args: Namespace, program: str = "", **values: Any) -> str:
     """Lines with a command to paste: the options of another command that this one has, too.
 
     Args:
