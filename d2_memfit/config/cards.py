@@ -132,8 +132,8 @@ def settings_of_card(text: str) -> dict[str, Any]:
     size = re.fullmatch(r"(\d+) ?(?:gb|gib|g)?", text.strip().lower())
     if size and f"{size[1]}GB" in PRESETS:
         return {"MEMFIT.PRESET": f"{size[1]}GB", "MEMFIT.BUDGET_GB": None}
-    known = cards_named(text) or CARDS.values()  # of another size, or of another name
-    names = [card.device.replace("_", " ").upper() for card in known]
+    # The cards of this name with another size, or all.
+    names = [card.device.replace("_", " ").upper() for card in cards_named(text) or CARDS.values()]
     hint = did_you_mean(" ".join(_words(text)).upper(), [*PRESETS, *names])
     there = f"There are {', '.join(PRESETS)}, and names of NVIDIA's cards"
     raise ConfigError(

@@ -54,10 +54,9 @@ def find_config_file(name: str, suffix: str = ".yaml") -> str:
     """
     if is_file(name):
         return name
-    for folder in _ZOOS:
-        for file in (folder / name, folder / f"{name}{suffix}"):
-            if file.is_file():
-                return str(file)
+    for file in (zoo / f"{name}{end}" for zoo in _ZOOS for end in ("", suffix)):
+        if file.is_file():
+            return str(file)
     files = {f.relative_to(zoo).as_posix() for zoo in _ZOOS for f in zoo.glob(f"*/**/*{suffix}")}
     same = {file for file in files if Path(file).stem == Path(name).stem}  # in any folder
     hint = did_you_mean(name, sorted(same or files), cutoff=0.5)

@@ -99,10 +99,8 @@ def load_cfg(
                 cfg = add()
                 add_memfit_config(cfg)
         except Exception as e:  # whatever a project's code raises
-            raise ConfigError(
-                f"{add.__name__} could not add a project's keys to the config "
-                f"({type(e).__name__}: {e})"
-            ) from e
+            what = f"{add.__name__} could not add a project's keys to the config"
+            raise ConfigError(f"{what} ({type(e).__name__}: {e})") from e
     wrong = _merge_file(cfg, find_config_file(config_file)) if config_file else ()
     _merge(cfg, [*wrong, *_pairs(cfg, [*opts, *(later_opts if wrong else ())])])
     return cfg

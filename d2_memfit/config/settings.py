@@ -152,11 +152,9 @@ def auto_scale_workers(cfg: CfgNode, num_workers: int) -> CfgNode:
     steps = cfg.SOLVER.get("ACCUMULATION_STEPS", 1)
     batch, reference = cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.REFERENCE_WORLD_SIZE
     what = "SOLVER.REFERENCE_WORLD_SIZE" if reference else "the number of ranks"
-    number = reference or num_workers
-    if batch % number:
-        raise ConfigError(
-            f"SOLVER.IMS_PER_BATCH must be divisible by {what}, {number}, got {batch}"
-        )
+    ranks = reference or num_workers
+    if batch % ranks:
+        raise ConfigError(f"SOLVER.IMS_PER_BATCH must be divisible by {what}, {ranks}, got {batch}")
     if reference == 0 or (steps == 1 and reference == num_workers):
         return cfg
     scaled = DefaultTrainer.auto_scale_workers(cfg, num_workers * steps)
