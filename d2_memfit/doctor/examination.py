@@ -11,7 +11,7 @@ from detectron2.engine import SimpleTrainer
 from detectron2.utils.env import seed_all_rng
 from torch import nn
 
-from ..common.errors import ConfigError, MemfitError
+from ..common.errors import ConfigError, MemfitError, one_line
 from ..common.snapshot import Snapshot, changed_by_forward, state_of
 from ..config.settings import NormalizerOptions
 from ..engine.defaults import MemfitMixin
@@ -200,4 +200,4 @@ def _found(say: Say, what: str, check: Callable[..., str], *args: Any) -> Findin
         with one_line_errors():
             return Finding(what, True, check(*args))
     except MemfitError as e:
-        return Finding(what, None if isinstance(e, Untested) else False, str(e))
+        return Finding(what, None if isinstance(e, Untested) else False, one_line(e))

@@ -9,7 +9,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
-from ..common.errors import ConfigError, MemfitError
+from ..common.errors import ConfigError, MemfitError, one_line
 
 __all__ = ["one_line_errors"]
 
@@ -44,7 +44,8 @@ def one_line_errors(
     except MemfitError:
         raise
     except Exception as e:
-        text = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+        told = one_line(e) if "Original Traceback" in str(e) else str(e)  # of a loader's worker
+        text = next((line.strip() for line in told.splitlines() if line.strip()), "")
         error = f"{type(e).__name__}: {text}" if text else type(e).__name__
         assumed: list[str] = []
         with suppress(Exception):  # it may be the call that failed

@@ -2,6 +2,7 @@
 """What the doctor says of jobs that work, and of those that have something wrong."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 
 from d2_memfit import Job
 from d2_memfit.cli.command_line import main
-from d2_memfit.doctor.examination import accumulates, examine
+from d2_memfit.common.errors import DataError
+from d2_memfit.doctor.examination import _found, accumulates, examine
 from d2_memfit.doctor.patient import Patient
 
 
@@ -96,6 +98,12 @@ def findings(model, images):
         batch=images,
     )
     return {f.what: f for f in examine(job)}
+
+
+def test_a_finding_is_one_line_also_of_a_worker():
+    lines = ["Caught DataError in DataLoader worker process 0.", "Original Traceback (most recent"]
+    error = DataError("\n".join([*lines, f"{DataError.__module__}.DataError: the image x"]))
+    assert _found(str, "resume", mock.Mock(side_effect=error)).text == "the image x"
 
 
 def test_a_job_that_works(images):

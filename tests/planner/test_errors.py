@@ -32,6 +32,12 @@ def test_the_place_is_the_last_in_the_users_code(tmp_path, module):
     assert "--probe" in line
 
 
+def test_an_error_of_a_worker_is_its_last_line():
+    loader = torch.utils.data.DataLoader([1, 2], collate_fn="no function", num_workers=1)
+    line = line_of(lambda: next(iter(loader)))
+    assert "run (TypeError: 'str' object is not callable, in " in line
+
+
 def test_an_evaluation_can_be_left_out():
     line = line_of(lambda: next(iter([])), in_evaluation=True)
     assert line.startswith("the model of this job does not run in evaluation (StopIteration, in ")
