@@ -5,6 +5,7 @@ import copy
 import itertools
 import random
 import weakref
+from array import array
 from collections import OrderedDict, defaultdict, deque
 
 import numpy as np
@@ -104,6 +105,7 @@ KINDS = {
     ),
     "slots": (Slotted(), lambda m: m.state.change(), lambda m: str(m.state)),
     "array": (np.zeros(2), lambda m: np.add(m.state, 1, out=m.state), lambda m: m.state),
+    "array.array": (array("i", [1]), lambda m: m.state.append(2), lambda m: m.state),
     "tensor": (torch.zeros(2), lambda m: m.state.add_(1), lambda m: m.state),
     "torch.Generator": (
         torch.Generator().manual_seed(0),
@@ -159,6 +161,13 @@ def test_state_is_as_before_when_a_forward_is_run_again(kind):
 
 def test_state_is_as_before_after_a_test_of_what_losses_are_divided_by(kind):
     first, *_, again, _ = train(*kind, policy="window")
+    assert again == first
+
+
+def test_weights_that_forwards_change_are_put_back_in_later_windows_too():
+    """The second forward of a window tells which ones: here that of the first one's halves."""
+    _, change, look = KINDS["parameter"]
+    *_, first, again, _ = train(0, change, look, num_iterations=2, fails_in=(0, 3))
     assert again == first
 
 

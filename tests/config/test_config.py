@@ -59,6 +59,10 @@ def test_code_in_a_file_is_not_run(prose, tmp_path, text):
     with pytest.raises(ConfigError, match=str(file)) as e:
         load_cfg(str(file))
     prose(str(e.value))
+    file.write_text(f'OUTPUT_DIR: !!python/object/apply:os.mkdir ["{tmp_path}/made"]\n')
+    with pytest.raises(ConfigError):
+        load_cfg(str(file))
+    assert not (tmp_path / "made").exists()
 
 
 def test_every_config_of_detectron2s_zoo_loads_without_running_code():

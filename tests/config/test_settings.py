@@ -85,10 +85,12 @@ def test_all_that_is_wrong_comes_at_once_in_the_words_of_the_user(prose, way):
 def test_a_wrong_value_hides_only_what_depends_on_it():
     cfg = get_cfg()
     cfg.SOLVER.IMS_PER_BATCH, cfg.MEMFIT.BUDGET_GB, cfg.MEMFIT.PLAN.ENABLED = -1, -1, True
+    cfg.DATALOADER.NUM_WORKERS = True  # which is no number
     with pytest.raises(ConfigError) as e:
         check_settings(cfg, 3)
     assert [line.split()[0] for line in str(e.value).split("\n")] == [
         "SOLVER.IMS_PER_BATCH",
+        "DATALOADER.NUM_WORKERS",
         "MEMFIT.BUDGET_GB",
     ]
 

@@ -147,6 +147,7 @@ def test_at_most_a_batch_of_each_worker_is_lost_when_ranks_workers_or_batches_ch
     resumed = all_ranks(*LAYOUTS[layout], grouped)
     for batches in resumed:
         batches.load_state_dict(*states)
+        assert 0 <= batches.stream()["first"] - len(seen) <= (8 if grouped else 0)
     seen += [i for batches in resumed for i in ids(next(batches) for _ in range(4))]
     sampler = sampler_of("TrainingSampler")
     sampler._seed = 5

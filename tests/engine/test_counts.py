@@ -52,7 +52,8 @@ class ClassMeans(Detector):
         if not len(labels):
             return {"loss_cls": logits.sum() * 0}
         weights = torch.tensor([1.0, 5.0, 0.3], dtype=logits.dtype)
-        return {"loss_cls": F.cross_entropy(torch.cat(per_object), labels, weights)}
+        ignored = F.pad(labels, (0, 1), value=-100)
+        return {"loss_cls": F.cross_entropy(torch.cat([*per_object, logits[:1]]), ignored, weights)}
 
 
 def gradients(kind, windows, dtype=torch.float64, forwards=None, precision="float32", **options):
@@ -352,6 +353,23 @@ def test_an_error_while_counts_are_taken_changes_nothing(fails):
     windows = list(map(divide, images))
     actual, _ = gradients(Fails, windows, recovery=RecoveryOptions(), **options)
     assert max(differences(actual, full)) < 2e-7
+
+
+class Steps(ClassMeans):
+    """It counts its forwards."""
+
+    steps, seen = 0, []
+
+    def forward(self, batch):
+        self.steps += 1
+        self.seen.append(self.steps)
+        return super().forward(batch)
+
+
+def test_forwards_that_only_count_leave_no_trace():
+    divide, options = CUTS["4 x 1"]
+    gradients(Steps, list(map(divide, images_of()[:2])), **options)
+    assert Steps.seen[-4:] == [5, 6, 7, 8]
 
 
 def test_a_criterion_that_is_computed_again_in_the_backward_has_the_same_counts():

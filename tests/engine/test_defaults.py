@@ -76,16 +76,21 @@ def momenta(trainer):
     return [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
 
 
-def test_the_default_config_trains_as_detectron2_to_the_last_bit(cfg, tmp_path):
+@pytest.mark.parametrize("grouping", [True, False])
+def test_the_default_config_trains_as_detectron2_to_the_last_bit(cfg, tmp_path, grouping):
+    """Without grouping, v0.6 draws numbers when it makes a trainer."""
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = grouping
     cfg.MODEL = tiny_cfg("mask_rcnn", fpn=False).MODEL
     cfg.SOLVER.MAX_ITER = 5
     cfg.TEST.EVAL_PERIOD = 0
 
     class Plain(FixedData, DefaultTrainer):
         build_train_loader = DefaultTrainer.build_train_loader
+        build_hooks = DefaultTrainer.build_hooks
 
     class Ours(FixedData, MemfitTrainer):
         build_train_loader = MemfitTrainer.build_train_loader
+        build_hooks = MemfitTrainer.build_hooks
 
     results = []
     for name, trainer_class in (("warm up", Plain), ("plain", Plain), ("ours", Ours)):

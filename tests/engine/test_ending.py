@@ -256,6 +256,11 @@ def test_a_signal_after_the_last_images_has_its_status_and_the_run_is_complete(t
     assert (error.code, trainer.iter) == (143, 10)
 
 
+def test_a_hook_that_fails_at_the_end_hides_no_cause(tmp_path):
+    own = hooks.CallbackHook(after_train=lambda _: 1 / 0)
+    assert isinstance(ended_toy(tmp_path, at(3, fail), own)[1], Injected)
+
+
 def test_a_last_save_that_fails_is_said(tmp_path, log):
     full = Path(temporary_name(str(tmp_path / "model_0000003.pth")))
     _, error = ended_toy(

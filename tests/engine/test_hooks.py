@@ -70,6 +70,18 @@ def test_reports_go_to_writers_and_the_log(coins, tmp_path, log):
     assert f"Memory until iteration 3: {found['reserved_peak_gb']:.1f}/6.0 GB" in log.text
 
 
+def test_a_peak_is_that_since_the_last_report(monkeypatch):
+    def device_memory(_):
+        return memory.DeviceMemory(*[2**30 >> trainer.iter] * 4)
+
+    trainer, peaks = cheap_trainer(), []
+    monkeypatch.setattr(memory, "device_memory", device_memory)
+    look = hooks.CallbackHook(after_step=lambda t: peaks.append({**t.storage.latest()}))
+    trainer.register_hooks([MemoryMonitor(1), look])
+    trainer.train(0, 2)
+    assert [found["memfit/allocated_peak_gb"][0] for found in peaks] == [1.0, 0.5]
+
+
 def report_on_rank(rank):
     model = tiny_model(tiny_cfg("proposal_network", fpn=False))
     model = compat.create_ddp_model(model, broadcast_buffers=False)
@@ -135,6 +147,7 @@ SERIES = {  # by iteration, of 400
     "a cache that is full": (False, lambda i, rng: 1e5 * min(i, 320)),
     "a cache that fills slowly": (False, lambda i, rng: MB * (1 - math.exp(-i / 100))),
     "evaluations": (False, lambda i, rng: 2 * MB * (i // 40)),
+    "steps in little growth": (False, lambda i, rng: 100 * i + 10 * MB * (i // 170)),
 }
 
 

@@ -257,6 +257,20 @@ def test_what_a_forward_changes_is_named_and_put_back():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
+class Student(CRITERIA["OwnCount"].kind):
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.boxes)
+
+    def losses(self, batch):
+        off = [self.boxes(rows) - self.teacher(rows).detach() for rows in self.rows(batch)]
+        return {"loss_bbox": torch.cat(off).square().sum() / self.divisor(batch)}
+
+
+def test_a_teacher_that_starts_as_its_student_hides_nothing():
+    assert [*report_of(Student().double(), WINDOWS[0]).off] == ["loss_bbox"]
+
+
 class Fails(Detector):
     def forward(self, batch):
         raise ValueError("no such field")

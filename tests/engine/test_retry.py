@@ -24,8 +24,10 @@ from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.common.snapshot import Snapshot as StateCopy
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
+from d2_memfit.engine import retry
 from d2_memfit.engine.evaluating import recovering_inference
 from d2_memfit.memory import TensorMeter
+from d2_memfit.techniques.checkpointing import checkpointed
 
 FAMILIES = ["proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn", "retinanet"]
 
@@ -220,9 +222,10 @@ def test_a_window_that_failed_anywhere_ends_as_one_that_did_not(family, precisio
 
 @pytest.mark.parametrize(("phase", "times"), [("forward", 1), ("backward", 2)])
 def test_an_image_that_does_not_fit_alone_is_eased_without_changing_what_is_computed(
-    phase, times, tmp_path
+    phase, times, tmp_path, monkeypatch
 ):
-    states = []
+    states, eased = [], []
+    monkeypatch.setattr(retry, "checkpointed", lambda m: eased.append(1) or checkpointed(m))
     for fails in (FailsTimes(1, 0), FailsTimes(1, 0), FailsTimes(1, times)):
         seed_all()
         trainer = failing(fails, output_dir=tmp_path / str(len(states)))
@@ -230,6 +233,7 @@ def test_an_image_that_does_not_fit_alone_is_eased_without_changing_what_is_comp
         states.append(everything(trainer, iterate(trainer)))
     actions = [e["action"] for e in read_record(tmp_path / "2")]
     assert actions == ACTIONS[: times + 1]
+    assert len(eased) == times - 1
     assert states[2].pop("scalars") == states[1].pop("scalars")
     assert_same(states[2], states[1])
 
@@ -292,6 +296,13 @@ def test_too_many_skipped_images_end_the_run():
     trainer = failing(lambda names: True, 1, CountingModel(6), 3, last_resort="skip")
     with pytest.raises(OutOfMemoryError, match=r"2 of 2 images.*share of 0.001"):
         iterate(trainer, 3)
+
+
+def test_an_iteration_without_images_makes_no_step_and_no_metrics(monkeypatch, log):
+    monkeypatch.setattr(retry, "MAX_SKIPPED", 1.0)
+    storage = iterate(failing(lambda names: True, 1, CountingModel(6), last_resort="skip"))
+    assert "all images were skipped, and so is the step" in log.text
+    assert "total_loss" not in storage.latest()
 
 
 def test_the_size_grows_back_and_is_kept_in_checkpoints(monkeypatch):
@@ -380,13 +391,21 @@ def failing_as_it_is_left():
         raise torch.OutOfMemoryError("CUDA out of memory. injected") from None
 
 
+@contextmanager
+def leaving_garbage():
+    """As code whose objects refer to each other."""
+    garbage = [torch.zeros(2**22)]
+    garbage.append(garbage)
+    yield
+
+
 def infer(model, batch):
     model.eval()
     with recovering_inference(model, RecoveryOptions()):
         model(batch)
 
 
-@pytest.mark.parametrize("around", [nullcontext, failing_as_it_is_left])
+@pytest.mark.parametrize("around", [nullcontext, failing_as_it_is_left, leaving_garbage])
 @pytest.mark.parametrize("run", [lambda *args: iterate(recovering(*args)), infer])
 def test_a_failed_attempt_is_freed_before_its_state_is_restored(run, around, monkeypatch):
     def forward(batch):

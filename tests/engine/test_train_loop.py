@@ -18,6 +18,7 @@ from tiny import every_anchor_counts, images, parameters, relative_difference, t
 
 from d2_memfit import AccumulatingTrainer
 from d2_memfit.common.errors import DataError
+from d2_memfit.engine.ranks import RankReport, write_metrics
 from d2_memfit.engine.window import WindowStorage
 from d2_memfit.memory import TensorMeter
 
@@ -147,6 +148,19 @@ def test_clipping_sees_the_complete_gradient(clip_type, value, norm_type):
     effect = relative_difference(parameters(unclipped), results[0])
     assert effect > 1e-4  # clipping was active
     assert relative_difference(results[1], results[0]) < 1e-4 * effect
+
+
+def test_clipping_sees_gradients_without_the_scale_of_float16():
+    model, seen = ToyModel(), []
+    options = {"clip_gradients": lambda parameters: seen.append(parameters[0].grad.item())}
+    iterate(AccumulatingTrainer(model, [toys(1)], sgd(model), 1, "float16", **options), 1)
+    assert seen == [3.0]
+
+
+def test_the_time_of_the_data_is_that_of_the_slowest_rank():
+    with EventStorage() as storage:
+        write_metrics([RankReport(1, {"loss": 1.0}, seconds) for seconds in (1.0, 3.0, 2.0)])
+    assert storage.latest()["data_time"][0] == 3.0
 
 
 def test_metrics_are_means_over_images_with_one_entry_per_iteration():

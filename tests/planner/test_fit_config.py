@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Plans as part of a run."""
 
+import shutil
 from importlib import import_module
 
 import pytest
@@ -9,7 +10,7 @@ from tiny import tiny_cfg
 from d2_memfit import fit_config
 from d2_memfit.common.errors import ConfigError, MemfitError
 from d2_memfit.config import settings
-from d2_memfit.config.load import load_cfg
+from d2_memfit.config.load import load_cfg, with_settings
 from d2_memfit.memory import process_memory
 
 GB = 2**30
@@ -43,6 +44,9 @@ def test_a_plan_is_written_down_and_taken_again_when_a_run_is_resumed(cfg, tmp_p
     log.clear()
     assert fit_config(cfg) == planned
     assert f"The plan is read from {file}" in log.text
+    copied = with_settings(cfg, {"OUTPUT_DIR": str(tmp_path / "copied")})
+    shutil.copytree(cfg.OUTPUT_DIR, copied.OUTPUT_DIR)
+    assert fit_config(copied).OUTPUT_DIR == copied.OUTPUT_DIR
     other = cfg.clone()
     other.defrost()
     other.SOLVER.IMS_PER_BATCH = 2
