@@ -47,7 +47,8 @@ def test_what_does_not_fit_leads_to_what_does(config_file, tmp_path, capsys):
         folder.mkdir()
         with pytest.raises(SystemExit, match="3"):
             main(["plan", *job, *options, *size, *SHORT])
-        assert paste(capsys.readouterr().out, folder).startswith("Fits: ")
+        assert paste(printed := capsys.readouterr().out, folder).startswith("Fits: ")
+        assert ("--allow exact " in printed) is (options[0] == "--allow")
 
 
 @pytest.mark.parametrize(

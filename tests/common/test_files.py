@@ -138,6 +138,7 @@ def test_a_config_that_a_training_wrote_is_known_from_one_that_was_edited(kind, 
         "".join([*lines[:middle], "  # mine\n", *lines[middle:]]),
         text.replace("\n", "\r\n"),
         text.replace("  ", "    "),
+        "mine: 1\n",
     ]
     for other in others:
         file.write_bytes(other.encode())

@@ -98,11 +98,7 @@ KINDS = {
     "list in a dict": ({"a": [1]}, lambda m: m.state["a"].append(2), lambda m: m.state),
     "list in a tuple": (([1], 2), lambda m: m.state[0].clear(), lambda m: m.state),
     "number": (1, lambda m: setattr(m, "state", 2), lambda m: m.state),
-    "no attribute": (
-        0,
-        lambda m: setattr(m, "cache", []),
-        lambda m: hasattr(m, "cache"),
-    ),
+    "no attribute": (0, lambda m: setattr(m, "cache", []), lambda m: hasattr(m, "cache")),
     "slots": (Slotted(), lambda m: m.state.change(), lambda m: str(m.state)),
     "array": (np.zeros(2), lambda m: np.add(m.state, 1, out=m.state), lambda m: m.state),
     "array.array": (array("i", [1]), lambda m: m.state.append(2), lambda m: m.state),
@@ -128,11 +124,7 @@ KINDS = {
         lambda m: m.state.getstate()[1][-1],
     ),
     "object": (Meter(), lambda m: m.state.change(), lambda m: vars(m.state)),
-    "buffer": (
-        0,
-        lambda m: setattr(m, "queue", torch.ones(2)),
-        lambda m: m.queue,
-    ),
+    "buffer": (0, lambda m: setattr(m, "queue", torch.ones(2)), lambda m: m.queue),
     "frozen parameter": (0, ema, lambda m: m.teacher.weight.data),
     "parameter": (
         0,
@@ -224,11 +216,8 @@ def test_what_is_part_of_a_graph_is_left_alone():
 
 def test_orders_and_buffers_are_put_back_and_a_list_may_contain_itself():
     model = torch.nn.Linear(1, 1)
-    model.order, model.bytes, model.numbers = (
-        OrderedDict(a=1, b=2),
-        bytearray(b"ab"),
-        [torch.ones(2000)],
-    )
+    model.order, model.bytes = OrderedDict(a=1, b=2), bytearray(b"ab")
+    model.numbers = [torch.ones(2000)]
     model.numbers.append(model.numbers)
     before, snapshot = state_of(model), Snapshot(model)
     model.order.move_to_end("a")

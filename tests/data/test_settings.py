@@ -178,5 +178,6 @@ def test_a_schedule_of_the_users_own_stays(file_of):
     cfg = load_cfg(MASK, ["SOLVER.MAX_ITER", 500])
     found = settings(cfg, [file_of()], given=["SOLVER.MAX_ITER"])
     assert (found["SOLVER.STEPS"], found["SOLVER.WARMUP_ITERS"]) == ((375,), 50)
+    assert "SOLVER.STEPS" not in settings(load_cfg(MASK), [file_of()], given=["SOLVER.STEPS"])
     cfg = load_cfg(MASK, ["SOLVER.MAX_ITER", 200])  # for a dataset as large as the config's
     assert not [k for k in settings(cfg, [file_of()]) if k.startswith("SOLVER")]

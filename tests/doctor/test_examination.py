@@ -89,10 +89,10 @@ def images():
     return Job.from_cfg(tiny_cfg("faster_rcnn"), 1).training_batch(2)
 
 
-def findings(model, images):
+def findings(model, images, optimizer=torch.optim.AdamW):
     job = Job(
         model=model,
-        optimizer=lambda m: torch.optim.AdamW(m.parameters()),
+        optimizer=lambda m: optimizer(m.parameters()),
         images_per_batch=2,
         device="cpu",
         batch=images,
@@ -131,6 +131,17 @@ def test_what_is_wrong_or_counted_or_not_checked_is_named(prose, images, model, 
     assert finding.is_well is is_well
     assert "\n" not in str(finding)
     prose(str(finding))
+
+
+def test_numbers_that_no_module_has_are_known_by_their_effect(images):
+    numbers = itertools.count(1)
+
+    class Global(Model):
+        def forward(self, batch):
+            return {"loss": super().forward(batch)["loss"] * next(numbers)}
+
+    found = findings(Global, images, torch.optim.SGD)
+    assert all("differ from those" in found[what].text for what in ("iteration 0", "recovery"))
 
 
 def test_a_stock_model_is_well():

@@ -30,6 +30,14 @@ def test_blocks_below_10_mib_share_segments_of_20_mib():
     assert allocator.peak_reserved_bytes == 40 * MB
 
 
+def test_the_smallest_free_memory_that_is_enough_is_taken():
+    allocator = CachingAllocator()
+    for block in [allocator.allocate(size * MB) for size in (12, 16)]:
+        allocator.free(block)
+    assert [allocator.allocate(size * MB).size // MB for size in (12, 16)] == [12, 16]
+    assert allocator.peak_reserved_bytes == 28 * MB
+
+
 @pytest.mark.parametrize(("rest", "given"), [(MB, 12 * MB), (MB + 512, 11 * MB - 512)])
 def test_a_rest_of_more_than_1_mib_is_split_off(rest, given):
     """``kSmallSize`` of PyTorch's CUDACachingAllocator, in ``should_split``."""

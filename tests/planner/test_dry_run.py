@@ -260,6 +260,9 @@ def test_what_is_made_of_fake_tensors_is_fake_if_it_is_large():
         assert product.isfinite().all()
         assert product[torch.ones(1000, dtype=torch.bool)].shape == (1000, 1000)
         assert not is_fake(torch.arange(10**6).float() * 2)  # nothing fake went in
+        assert is_fake(make_fake(torch.ones(9)).half())  # small weights are still weights
+        trained = torch.ones(1, requires_grad=True)
+        assert is_fake(torch.arange(10**6).float() * trained)  # as a prediction
         assert len(product.gt(0).nonzero()) == 0  # of unknown values, none counts
 
 

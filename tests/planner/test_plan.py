@@ -54,6 +54,7 @@ def test_what_does_not_fit_says_the_smallest_budget_which_then_fits(mask):
     assert p.steps[0].settings == {"MEMFIT.MICRO_BATCH": 1}
     assert p.settings["MEMFIT.CHECKPOINT.MODULES"] == ["all"]
     assert p.settings["MEMFIT.OFFLOAD.MODULES"] == ["*"]
+    assert "MEMFIT.OPTIMIZER.ZERO" not in p.settings  # of one rank
     assert p.time_factor is None  # copies to the host decide
     said = re.search(r"needs a budget of ([\d.]+) GB", answer_of_plan(p))
     assert float(said[1]) == p.smallest_budget_gb
@@ -62,14 +63,17 @@ def test_what_does_not_fit_says_the_smallest_budget_which_then_fits(mask):
     almost = plan(mask, p.smallest_budget_gb - 0.02, allow=["exact"])
     assert not almost.fits
     assert almost.must_allow[:2] == ("exact", "precision")
+    assert "MEMFIT.MICRO_BATCH" not in plan(mask, 1, allow=["precision"]).settings
 
 
-def test_what_fits_is_left_alone(mask):
+def test_what_fits_is_left_alone(mask, monkeypatch):
     p = plan(mask, 24, evaluates=True)
     assert p.fits
     assert p.steps == ()
     assert p.settings == {"MEMFIT.BUDGET_GB": 24, "MEMFIT.OOM.POLICY": "split"}
     assert p.time_factor == 1
+    monkeypatch.setattr(DryJob, "probe", lambda job: setattr(job, "budget_bytes", lambda _: 2**35))
+    assert not plan(mask, 24, probe=True).fits
 
 
 @pytest.mark.slow

@@ -158,12 +158,14 @@ def test_a_video_becomes_one(config, photographs, tmp_path):
 def test_one_tile_finds_what_the_whole_image_has_and_many_find_more(config, photographs, tmp_path):
     source = photographs / "000.png"
     predict(config, source, tmp_path / "whole")
-    predict(config, source, tmp_path / "one", "--tile-size", "1000")
-    predict(config, source, tmp_path / "many", "--tile-size", "100")
+    predict(config, source, tmp_path / "one", "--tile-size", "1000", "--min-score", "1")
+    predict(config, source, tmp_path / "many", "--tile-size", "100", "--min-score", "1")
     whole, one, many = (results_of(tmp_path / name) for name in ("whole", "one", "many"))
     assert [r["segmentation"] for r in one] == [r["segmentation"] for r in whole]
     assert [r["score"] for r in one] == pytest.approx([r["score"] for r in whole])
     assert len(many) > len(whole)
+    drawn = {(tmp_path / n / "pictures" / "000.png").read_bytes() for n in ("one", "many")}
+    assert len(drawn) == 1  # nothing
     height, width = Image.open(source).size[::-1]
     assert all(r["segmentation"]["size"] == [height, width] for r in many)
 

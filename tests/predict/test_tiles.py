@@ -89,8 +89,10 @@ def test_objects_of_one_category_that_overlap_stay_two(objects):
 def test_parts_that_agree_are_united_where_no_border_seems_to_cut_them():
     grid = Grid(256, 448, 256, 64)
     parts = [[60.0, 50, 250, 200], 0.9], [[198.0, 50, 400, 200], 0.8]
-    found = merged(grid, [[Detection(np.array(box), score, 0)] for box, score in parts])
-    assert [d.box.tolist() for d in found] == [[60, 50, 400, 200]]
+    tiles = [[Detection(np.array(box), score, 0)] for box, score in parts]
+    assert [d.box.tolist() for d in merged(grid, tiles)] == [[60, 50, 400, 200]]
+    tiles[0].append(Detection(np.array([200.0, 90, 230, 120]), 0.7, 0))  # whole, on the other
+    assert len(merged(grid, tiles)) == 2
 
 
 def test_objects_of_two_categories_in_one_place_stay_two():

@@ -31,12 +31,14 @@ def own_gb():
     return psutil.Process().memory_info().rss / GB
 
 
-def test_workers_are_as_many_as_fit(log):
+def test_workers_are_as_many_as_fit(log, monkeypatch):
     assert plan(own_gb() + 10).DATALOADER.NUM_WORKERS == 8
     cfg = plan(own_gb() + 1.0)
     assert 1 <= cfg.DATALOADER.NUM_WORKERS <= 3
     assert f"DATALOADER.NUM_WORKERS {cfg.DATALOADER.NUM_WORKERS} of 8" in log.text
     assert cfg.is_frozen()
+    monkeypatch.setattr("d2_memfit.techniques.host.figures_of_plan", lambda _: {"offloaded_gb": 9})
+    assert 1 <= plan(own_gb() + 10).DATALOADER.NUM_WORKERS <= 3
 
 
 def test_a_trainer_decides_once(coins, log):

@@ -129,6 +129,7 @@ def test_padding_by_a_copy_into_zeros_shares_the_bits():
     plain = [masks((40, 60)), masks((33, 61), num=7, seed=1)]
     expected, found = pad(plain), pad([pack_masks(m) for m in plain])
     assert_same(found[0], expected[0])
+    assert_same(torch.cat([found[0]] * 2), torch.cat([expected[0]] * 2))
     chosen = torch.tensor([1, 0, 0, 1]), torch.tensor([6, 3, 19, 19])
     assert_same(found[0].float()[chosen], expected[0].float()[chosen])
     assert torch.equal(found[1], expected[1])
