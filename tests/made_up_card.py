@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from d2_memfit.memory import OwnerMeter, TensorMeter, budget
+from d2_memfit.memory import OwnerMeter, TensorMeter
 from d2_memfit.planner.stand_ins import cuda_as_cpu
 
 GB = 2**30
@@ -143,7 +143,6 @@ def made_up_card(**options):
         for name in ("empty", "empty_like"):
             function = _pageable(getattr(torch, name))
             stack.enter_context(patch.object(torch, name, function))
-        stack.enter_context(patch.object(budget, "_others", {}))  # of another card
         for name, value in (("device", DEVICE), ("is_cuda", True)):
             there = property(lambda tensor, value=value: value)
             stack.enter_context(patch.object(torch.Tensor, name, there, create=True))

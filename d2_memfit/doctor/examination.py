@@ -173,14 +173,19 @@ def recovers(patient: Patient) -> str:
     recovered, _ = step(fail_at=(int(num_allocations * _LATE),))
     if recovered.window_sizes != (1, 1):
         raise Unwell(f"the two images were run as {recovered.window_sizes} instead of one by one")
-    pairs = [*zip(recovered.model.parameters(), undisturbed.model.parameters())]
+    pairs = [*zip(_results(recovered.model), _results(undisturbed.model))]
     differ = [pair for pair in pairs if not torch.equal(*pair)]
     if differ:
         raise Unwell(
-            f"{len(differ)} of {len(pairs)} weights differ from those of an iteration without "
-            "the error: something that a forward changes is not put back"
+            f"{len(differ)} of {len(pairs)} weights and gradients differ from those of an "
+            "iteration without the error: something that a forward changes is not put back"
         )
-    return "the images are run again one by one; weights equal those without the error, bit by bit"
+    return "run again one by one, the images give the same weights and gradients, bit by bit"
+
+
+def _results(model: nn.Module) -> list[torch.Tensor]:
+    """Weights and gradients. Of the gradients, Adam's first step has only the signs."""
+    return [t for p in model.parameters() for t in (p, p.grad) if t is not None]
 
 
 def _on_dataset(job: Job, check: Callable[..., str], *args: Any) -> str:

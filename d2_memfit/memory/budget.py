@@ -60,9 +60,6 @@ _CACHES = {
 # By device, the limit that a budget has replaced.
 _replaced: dict[str, Any] = {}
 
-# By GPU, bytes that other processes take; the least that this process has ever seen.
-_others: dict[int, int] = {}
-
 
 def auto_budget_gb(device: str, ranks_here: int = 1, host_bytes: float = 0) -> float:
     """The budget that "auto" stands for, in GB.
@@ -143,9 +140,7 @@ def cuda_context_bytes(device: Union[torch.device, str]) -> int:
     taken = total - free - torch.cuda.memory_reserved(index)
     has_nccl = dist.is_available() and dist.is_initialized() and dist.get_backend() == "nccl"
     most = int((_LARGEST_CONTEXT_GB + (_LARGEST_NCCL_GB if has_nccl else 0)) * GB)
-    others = max(taken - most, 0)
-    _others[index] = min(_others.get(index, others), others)
-    return min(taken - _others[index], most)
+    return min(taken, most)
 
 
 def _index(device: Union[torch.device, str]) -> int:

@@ -133,14 +133,15 @@ def test_what_is_wrong_or_counted_or_not_checked_is_named(prose, images, model, 
     prose(str(finding))
 
 
-def test_numbers_that_no_module_has_are_known_by_their_effect(images):
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_numbers_that_no_module_has_are_known_by_their_effect(images, optimizer):
     numbers = itertools.count(1)
 
     class Global(Model):
         def forward(self, batch):
             return {"loss": super().forward(batch)["loss"] * next(numbers)}
 
-    found = findings(Global, images, torch.optim.SGD)
+    found = findings(Global, images, optimizer)
     assert all("differ from those" in found[what].text for what in ("iteration 0", "recovery"))
 
 
