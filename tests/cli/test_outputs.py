@@ -226,11 +226,7 @@ def make_video(path, frames, code="mp4v", width=160):
 @pytest.mark.parametrize(
     ("command", "file"),
     [
-        pytest.param(
-            f"{PREDICT} --input clip.mp4 --output found {FINDS_NOTHING}",
-            "found/pictures/clip.mp4",
-            marks=pytest.mark.slow,
-        ),
+        (f"{PREDICT} --input clip.mp4 --output found {FINDS_NOTHING}", "found/pictures/clip.mp4"),
         (f"{PREDICT} --input val --output found", "found/pictures/000.png"),
         (f"{PREDICT} --input small --output found", "found/coco_instances_results.json"),
     ],

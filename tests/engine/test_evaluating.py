@@ -14,10 +14,7 @@ from d2_memfit.common.errors import OutOfMemoryError
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.evaluating import evaluating, recovering_inference
 
-FAMILIES = [
-    *("proposal_network", "mask_rcnn", "keypoint_rcnn", "retinanet"),
-    pytest.param("faster_rcnn", marks=pytest.mark.sweep),  # a mask_rcnn without masks
-]
+FAMILIES = ("proposal_network", "mask_rcnn", "keypoint_rcnn", "retinanet")
 
 
 class Collector:

@@ -1,12 +1,9 @@
 # Copyright (c) the d2_memfit developers.
 """Devices as data, against figures that nobody here made."""
 
-import statistics
-
 import pytest
 import torch
 from benchmarks import zoo
-from scipy.stats import spearmanr
 
 from d2_memfit.planner.device import DeviceModel
 from d2_memfit.planner.timeline import Allocate, Allocation, Free, Timeline, Workspace
@@ -17,16 +14,6 @@ MB = 2**20
 def test_an_estimate_is_what_detectron2s_zoo_took():
     config = "COCO-InstanceSegmentation/mask_rcnn_R_50_FPN_1x.yaml"
     assert zoo.estimate(config) == pytest.approx(zoo.published_memory()[config], rel=0.08)
-
-
-@pytest.mark.sweep
-def test_estimates_are_what_detectron2s_whole_zoo_took():
-    published = zoo.published_memory()
-    pairs = [(gb, zoo.estimate(config)) for config, gb in published.items()]
-    errors = sorted(abs(estimate - gb) / gb for gb, estimate in pairs)
-    assert statistics.median(errors) <= 0.03
-    assert errors[int(0.9 * len(errors))] <= 0.12
-    assert spearmanr(pairs).statistic >= 0.95
 
 
 class Gpu:

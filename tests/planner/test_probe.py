@@ -29,12 +29,7 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devic
 
 
 @pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param("proposal_network", marks=pytest.mark.sweep),  # a part of the others
-        pytest.param("keypoint_rcnn", marks=pytest.mark.slow),
-        *("mask_rcnn", "retinanet"),
-    ],
+    "family", ["mask_rcnn", "retinanet", pytest.param("keypoint_rcnn", marks=pytest.mark.slow)]
 )
 def test_a_real_run_has_the_peaks_of_the_dry_one(family):
     cfg = tiny_cfg(family)

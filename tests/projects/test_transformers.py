@@ -161,11 +161,7 @@ def test_multi_scale_draws_squares_and_a_dry_run_takes_the_largest(coins):
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_masks"),
-    [
-        pytest.param("rf_detr", True, marks=pytest.mark.slow),
-        *(("rt_detr_v2", False), ("mask2former", True)),
-    ],
+    ("kind", "has_masks"), [("rf_detr", True), ("rt_detr_v2", False), ("mask2former", True)]
 )
 def test_a_real_step_has_the_peak_of_a_dry_one(kind, has_masks):
     cfg = tiny_transformers_cfg(kind, has_masks)
