@@ -154,7 +154,8 @@ def _contents_of(value: Any, known: set[int], modules: list[Any]) -> Optional[di
     """
     found: dict[int, Any] = {}
     waiting = [value]
-    for part in waiting:
+    while waiting:  # each object before its parts, which come in their order
+        part = waiting.pop()
         if type(part) in _CONSTANT or id(part) in known or id(part) in found:
             continue
         if isinstance(part, torch.Tensor):
@@ -171,7 +172,7 @@ def _contents_of(value: Any, known: set[int], modules: list[Any]) -> Optional[di
             if isinstance(part, Iterator) or len(found) == _MOST_OBJECTS:
                 return None
             _, content = found[id(part)] = part, _content(part)
-            waiting += content.values() if isinstance(content, dict) else content
+            waiting += reversed(content.values() if isinstance(content, dict) else content)
     return found
 
 

@@ -239,3 +239,14 @@ def test_a_chain_of_objects_may_be_long():
     last.change()
     snapshot.restore()
     assert (last.count, last.seen) == (0, [])
+
+
+def test_a_module_is_put_back_though_something_after_it_in_its_attribute_cannot_be():
+    model, teacher = torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(2)
+    model.hidden = {"teacher": (teacher,), "queue": torch.zeros(2**19)}
+    before, snapshot = state_of(teacher), Snapshot(model)
+    teacher(torch.ones(2, 2))
+    teacher.momentum = 0.5
+    snapshot.restore()
+    assert changed_by_forward(before, state_of(teacher)) == ([], [])
+    assert (teacher.momentum, teacher.running_mean.tolist()) == (0.1, [0, 0])
