@@ -197,14 +197,14 @@ def empty_files(labels: Sequence[int] = ()) -> Iterator[EmptyFiles]:
             return apply_image(self, img, *args, **kwargs)
         return _empty((self.new_h, self.new_w, *img.shape[2:]), img.dtype)
 
-    def take_largest(get_transform: Any, self: Any, image: Any) -> Transform:
+    def take_largest(get_transform: Any, self: Any, image: Any, *args: Any) -> Transform:
         size, limit = image.shape[:2], int(min(self.max_size, 10**6))
         lengths = self.short_edge_length
         longest = max(lengths, key=lambda length: math.prod(resized(size, length, limit)))
         files.resizes.add((longest, limit))
         fixed = copy.copy(self)
         fixed.short_edge_length = [longest] * 2
-        return get_transform(fixed, image)
+        return get_transform(fixed, image, *args)
 
     readers = [m for m, f in modules_with("read_image") if f is detection_utils.read_image]
     # Mappers make and call their augmentations themselves, with lengths that are drawn at random.

@@ -13,7 +13,7 @@ from detectron2.data import (
     build_detection_train_loader,
 )
 from detectron2.data.samplers import TrainingSampler
-from detectron2.data.transforms import Augmentation, ResizeTransform
+from detectron2.data.transforms import AugInput, Augmentation, ResizeTransform
 from PIL import Image
 
 from d2_memfit import Job, get_cfg
@@ -252,7 +252,7 @@ class ResizeShortestEdge(Augmentation):
     def __init__(self):
         self.short_edge_length, self.max_size = list(range(30, 81)), 133
 
-    def get_transform(self, image):
+    def get_transform(self, image, boxes=None):
         size = np.random.choice(self.short_edge_length)
         return ResizeTransform(*image.shape[:2], size, size * image.shape[1] // image.shape[0])
 
@@ -273,7 +273,7 @@ def trainer_of(read):
         image = read(d["file_name"])
         if image is None:
             return None
-        image = ResizeShortestEdge().get_transform(image).apply_image(image)
+        image = ResizeShortestEdge()(AugInput(image)).apply_image(image)
         labels = read(d["sem_seg_file_name"])
         found = torch.as_tensor(labels.astype("int64"))
         return {**d, "image": torch.as_tensor(image.transpose(2, 0, 1).copy()), "sem_seg": found}
