@@ -133,7 +133,7 @@ def _repeated(value: Any, num: int) -> Any:
     return type(value)(value.tensor.new_zeros(num, *value.tensor.shape[1:]))
 
 
-def _most_detections(note: Note, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _most_detections(note: Note, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """In place of Detectron2's ``fast_rcnn_inference``."""
     # A project's function may have other arguments.
     if len(args) == 6 and len(args[0]) == len(args[1]) == len(args[2]):

@@ -188,7 +188,7 @@ def _forward_with_limit(
         return forward(*args, **kwargs)
 
 
-def _none_for_crowds(limit: int, make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _none_for_crowds(limit: int, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     targets = signature(make).bind(*args, **kwargs).arguments["targets"] or ()
     most = max((len(t.get("class_labels", t.get("labels", ()))) for t in targets), default=0)
     if most <= limit:

@@ -179,10 +179,12 @@ def test_another_use_of_fast_rcnn_inference_is_left_alone_and_that_is_said(monke
     from detectron2.modeling.roi_heads import fast_rcnn
 
     model, noted = tiny_model(tiny_cfg("mask_rcnn")), []
-    monkeypatch.setattr(fast_rcnn, "fast_rcnn_inference", lambda *args: args)
+    monkeypatch.setattr(fast_rcnn, "fast_rcnn_inference", lambda *args, function=0: args)
     args = [torch.zeros(3, 4)], [torch.zeros(3, 2)], [(20, 30)], 0.05, 0.5, 9
     for of_project in ((*args, "soft"), (*args[:2], [(20, 30)] * 2, *args[3:])):
         model.forward = lambda _, given=of_project: fast_rcnn.fast_rcnn_inference(*given)
         detect_most(model, None, noted.append)
-    assert len(noted) == 2
+    model.forward = lambda _: fast_rcnn.fast_rcnn_inference(args, function="soft")
+    detect_most(model, None, noted.append)
+    assert len(noted) == 3
     assert all("detections" in line for line in noted)
