@@ -48,7 +48,7 @@ class Check:
 def whole(least: int = 1, most: float = math.inf) -> Check:
     """A check for integers."""
     what = "a positive integer" if least == 1 else f"an integer of at least {least}"
-    what += "" if most == math.inf else f" up to {most}"
+    what = what if most == math.inf else f"{what} up to {most}"
     return Check(what, lambda value: fits(value, int) and least <= value <= most)
 
 

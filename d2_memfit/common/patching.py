@@ -42,7 +42,10 @@ def replaced_functions(*groups: Group) -> Iterator[None]:
 
 
 def with_original(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Make a :data:`Group`'s function from one that gets the original, then the arguments."""
+    """Make a :data:`Group`'s function from one that gets the original, then the arguments.
+
+    In place of ``nms``, ``with_original(lambda nms, boxes: nms(2 * boxes))`` takes ``boxes`` alone.
+    """
     return lambda original: wraps(original)(lambda *args, **kw: function(original, *args, **kw))
 
 

@@ -169,7 +169,7 @@ def _contents_of(value: Any, known: set[int], modules: list[Any]) -> Optional[di
             if not isinstance(part, np.ndarray) or part.flags.writeable:
                 found[id(part)] = part, _content(part)
         elif not isinstance(part, _NO_STATE) and _library(part) not in _NO_STATE_OF:
-            if isinstance(part, Iterator) or len(found) == _MOST_OBJECTS:
+            if isinstance(part, Iterator) or len(found) >= _MOST_OBJECTS:
                 return None
             _, content = found[id(part)] = part, _content(part)
             waiting += reversed(content.values() if isinstance(content, dict) else content)

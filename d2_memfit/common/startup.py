@@ -72,10 +72,11 @@ def ignore_warnings_of_libraries() -> None:
     warnings.filterwarnings("ignore", "TypedStorage is deprecated")
     # Of AMPTrainer on a CPU, whose scaler is replaced
     warnings.filterwarnings("ignore", "torch.cuda.amp.GradScaler is enabled")
-    # "No CUDA runtime is found", though nothing is compiled; from is_fx_tracing, which Detectron2
-    # main imports; about kernels that it does not need
-    for name in ("torch.utils.cpp_extension", "torch.fx._symbolic_trace", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    # "No CUDA runtime is found", though nothing is compiled
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # From is_fx_tracing, which Detectron2 main imports
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # about kernels that it does not need
 
 
 class _Later(ModuleType):

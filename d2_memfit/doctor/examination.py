@@ -9,6 +9,7 @@ from typing import Any, Optional
 import torch
 from detectron2.engine import SimpleTrainer
 from detectron2.utils.env import seed_all_rng
+from detectron2.utils.events import EventStorage
 from torch import nn
 
 from ..common.errors import ConfigError, MemfitError, one_line
@@ -111,20 +112,17 @@ def same_as_detectron2(patient: Patient) -> str:
         with_losses.forward = partial(patient.losses, model)
         trainer = SimpleTrainer(with_losses, [patient.batch()], without_change(model))
         seed_all_rng(0)
-        trainer.run_step()
-        return _gradients(model)
+        with EventStorage():
+            trainer.run_step()
+        return _results(model)
 
     for _ in range(_WARM_UP):  # functions of torch.jit differ in the first calls
         expected = plain()
         trainer, loss = patient.step(without_change)
-        gradients = _gradients(trainer.model)
-        if len(gradients) == len(expected) and all(map(torch.equal, gradients, expected)):
+        found = _results(trainer.model)
+        if len(found) == len(expected) and all(map(torch.equal, found, expected)):
             return f"loss {loss:.4g} and gradients equal Detectron2's, bit by bit"
     raise Unwell("loss or gradients differ from those of Detectron2's SimpleTrainer")
-
-
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 @as_planned()
@@ -135,7 +133,9 @@ def accumulates(patient: Patient) -> str:
         raise Untested("not tested: batches cannot be cut into images")
     images = [_with_pixels(image, seed) for seed, image in enumerate(images)]
     options = NormalizerOptions.from_cfg(patient.job.cfg)
-    report = check_losses(patient.model(), patient.losses, images, options)
+    model = patient.model()
+    with EventStorage():
+        report = check_losses(model, patient.losses, images, options)
     if report.off:
         raise Unwell("; ".join(report.complaints()))
     if not report.names:
@@ -159,7 +159,8 @@ def recovers(patient: Patient) -> str:
     """Check that a failed backward leaves no trace in the model or in the weights after a step."""
     model = patient.model()
     before, at_start = state_of(model), Snapshot(model)
-    patient.losses(model, patient.batch())
+    with EventStorage():
+        patient.losses(model, patient.batch())
     at_start.restore()
     changed, _ = changed_by_forward(before, state_of(model))
     if changed:

@@ -99,7 +99,7 @@ class InjectedTrainer(AccumulatingTrainer):
 @contextmanager
 def as_planned() -> Iterator[None]:
     """While open, models are called as in a plan: on the only rank, with the CPU as CUDA."""
-    with default_group_replaced(None), no_information(WARNING), cuda_as_cpu(), EventStorage():
+    with default_group_replaced(None), no_information(WARNING), cuda_as_cpu():
         yield
 
 

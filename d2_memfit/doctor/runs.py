@@ -133,7 +133,7 @@ def _compare_ranks(remake: Remake, folder: str) -> None:
             weights = {k: v for k, v in state.items() if not k.startswith("buffer ")}  # as DDP has
             if comm.all_gather(weights)[0] != weights:
                 raise Unwell("weights differ between the ranks")
-        except MemfitError as e:  # of one_line_errors: raised on both
+        except MemfitError as e:  # of a run: raised on both
             after = ", after an error on one" if fails else ""
             found.append(f"MEMFIT.OOM.POLICY {policy}{after}: {e}")
     of_ranks = comm.gather(found)
@@ -181,7 +181,7 @@ def _train(
                 made, run = _of_class(trainer, bases, cfg, prepared, resume)
             made.register_hooks([end])
             run()
-        missing = [f"self.{name}()" for name in end.not_called]
+        missing = [f"self.{name}()" for name in _End.METHODS if name not in end.called]
         if missing and mixin and trainer is not None:
             raise ConfigError(
                 f"{trainer.__name__}.train does not call {', '.join(missing)}, so hooks do not "
@@ -254,18 +254,20 @@ class _Ended(Exception):
 class _End(HookBase):
     """Ends a run early, after a checkpoint, and notes its calls."""
 
+    METHODS = ("before_train", "before_step", "after_step")  # what a train() calls
+
     def __init__(self, last: int) -> None:
         self._last = last
-        self.not_called = dict.fromkeys(["before_train", "before_step", "after_step"])
+        self.called: set[str] = set()
 
     def before_train(self) -> None:
-        self.not_called.pop("before_train", None)
+        self.called.add("before_train")
 
     def before_step(self) -> None:
-        self.not_called.pop("before_step", None)
+        self.called.add("before_step")
 
     def after_step(self) -> None:
-        self.not_called.pop("after_step", None)
+        self.called.add("after_step")
         if self.trainer.iter + 1 == self._last < self.trainer.max_iter:
             raise _Ended
 

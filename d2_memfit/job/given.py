@@ -31,7 +31,8 @@ class GivenBatches:
     None if the images have no field of objects.
     """
 
-    assumptions = evaluation_assumptions = at_least = ()
+    assumptions: tuple[str, ...] = ()
+    evaluation_assumptions = at_least = assumptions
     is_guess = has_any_shape = False
     typical = None
 
@@ -177,7 +178,7 @@ def _resize_pixels(pixels: torch.Tensor, size: tuple[int, int], mode: str) -> to
 
 
 def _resize_field(field: Any, before: tuple[int, int], size: tuple[int, int]) -> Any:
-    xy = size[1] / before[1], size[0] / before[0]
+    xy = size[1] / before[1], size[0] / before[0]  # scales
     if isinstance(field, (Boxes, RotatedBoxes)):
         field = field.clone()
         field.scale(*xy)

@@ -203,9 +203,9 @@ def _job(row: Row, folder: Optional[Path]) -> Job:
     project.prepare(folder / tree)
     if file.endswith(".py"):
         return Job.from_lazy(load_lazy_config(file, options), row.num_gpus)
-    script = importlib.import_module("train_net")
-    add_keys = [f for name, f in vars(script).items() if re.fullmatch(r"add_\w+_config|get_cfg", name)]
-    return Job.from_trainer(script.Trainer, load_cfg(file, options, add_keys), row.num_gpus)
+    script = vars(importlib.import_module("train_net"))
+    add_keys = [script[n] for n in script if re.fullmatch(r"add_\w+_config|get_cfg", n)]
+    return Job.from_trainer(script["Trainer"], load_cfg(file, options, add_keys), row.num_gpus)
 
 
 def summary(results: Sequence[Result]) -> str:
