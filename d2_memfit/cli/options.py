@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -38,20 +38,22 @@ def is_lazy(config_file: str) -> bool:
     return "\ndataloader:" in "\n" + file.read_text(errors="replace")
 
 
-def load_config(args: Namespace, runs: bool = False) -> Config:
+def load_config(args: Namespace, runs: bool = False, own: Mapping[str, Any] = {}) -> Config:
     """Load the config of the command line, with its budget and what follows from ``--coco``.
 
     ``args.notes`` gets a line for each setting from the data.
 
     Args:
         runs: as for :func:`load_yaml`.
+        own: settings of the command. In a yaml config, those of the user's KEY VALUE come first.
     """
     if is_lazy(args.config_file):
         check_lazy_options(args)
         project_functions(args)  # registers what the config names
-        return load_lazy(args, runs)
+        return load_lazy(args, runs, own)
     add_keys, trains = project_functions(args), bool(args.coco)
-    return load_yaml(args, add_keys, trains=trains, ranks=None, runs=runs)  # the job checks more
+    cfg = load_yaml(args, add_keys, trains=trains, ranks=None, runs=runs)  # the job checks more
+    return with_settings(cfg, {k: v for k, v in own.items() if k not in args.opts[::2]})
 
 
 def project_functions(args: Namespace) -> list[Callable[..., Any]]:
@@ -88,13 +90,13 @@ def check_lazy_options(args: Namespace, *others: str) -> None:
             )
 
 
-def load_lazy(args: Namespace, runs: bool = True) -> DictConfig:
+def load_lazy(args: Namespace, runs: bool = True, own: Mapping[str, Any] = {}) -> DictConfig:
     """Load the LazyConfig of the command line, with its budget, as :func:`load_config`."""
     args.config_file = find_config_file(args.config_file, ".py")
     opts = opts_of_budget(args)
     checked = load_cfg("", opts)
-    budget = {key: value_of(checked, key) for key in opts[::2]}
-    cfg = with_overrides(load_lazy_config(args.config_file, args.opts), overrides_of(budget))
+    settings = {**own, **{key: value_of(checked, key) for key in opts[::2]}}
+    cfg = with_overrides(load_lazy_config(args.config_file, args.opts), overrides_of(settings))
     cfg = with_overrides(cfg, overrides_of(settings_of_fit(cfg_of_lazy(cfg), args)))
     if runs:
         cfg.train.device = usable_device(cfg.train.device)

@@ -76,10 +76,9 @@ def _predictor(args: Namespace, files: Sequence[Path]) -> tuple[Predictor, CfgNo
     """Make the predictor of images and videos, and the config of its job; check the outputs."""
     # In training, --coco sets classes and schedule. Here the config has them already.
     without_data = Namespace(**{**vars(args), "coco": []})
-    config = load_config(without_data, runs=True)
     own = {"OUTPUT_DIR": str(args.output), "MEMFIT.OOM.POLICY": "split"}
-    own = {key: value for key, value in own.items() if key not in args.opts[::2]}
-    job = Job.from_any(config, trainer_of(args), ranks=1).with_settings(own)
+    config = load_config(without_data, runs=True, own=own)
+    job = Job.from_any(config, trainer_of(args), ranks=1)
     weights = job.cfg.MODEL.WEIGHTS
     given = args.weights or (weights if "MODEL.WEIGHTS" in args.opts[::2] else None)
     weights = weights_of(args.config_file, weights, given)

@@ -259,10 +259,11 @@ def test_keypoints_are_not_merged(photographs, tmp_path, capsys):
 
 
 def test_a_lazy_config_says_how_images_are_resized(photographs, coins, tmp_path, capsys):
+    """It may have no output_dir: --output takes its place."""
     config = tmp_path / "config.py"
     config.write_text(
         "from lazy_configs import lazy_config\n"
-        "cfg = lazy_config()\n"
+        "cfg = lazy_config(output_dir=None)\n"
         "model, optimizer = cfg.model, cfg.optimizer\n"
         "dataloader, train = cfg.dataloader, cfg.train\n"
     )
