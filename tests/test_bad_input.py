@@ -48,6 +48,7 @@ ROWS = (
     "train SOLVER.MAX_ITER 99999999999",
     "train SOLVER.MAX_ITER __import__('os').getpid()",
     "train SOLVER.IMS_PER_BATCH 99999999999",
+    "train DATASETS.TRAIN None",
     "train SOLVER.MAX_ITER 1\n2",
     "train SOLVER.BASE_LR nan",
     "train SOLVER.BASE_LR 1e999",

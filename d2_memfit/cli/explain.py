@@ -47,9 +47,9 @@ def explain(args: Namespace) -> None:
     if each[1:]:
         answer += f"\nThis is {result.name} of {len(each)} in the log: --details lists them"
     explanation, details = Explanation(tuple(each)), details_of(each, result)
-    next_step = _next_step(args, plan) if (plan.fits if plan else dry and is_on_card) else ""
+    step = _next_step(args, plan) if (plan.fits if plan else dry and is_on_card) else ""
     is_good = bool(writes or not args.output)
-    give_answer(args, explanation, answer, details, next_step, "as it ran", dry, plan, is_good)
+    give_answer(args, explanation, answer, details, step, "as it ran", dry, plan, is_good)
 
 
 def _next_step(args: Namespace, plan: Optional[Plan]) -> str:

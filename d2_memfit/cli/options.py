@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 from ..common.checks import usable_device, value_of
 from ..common.errors import ConfigError
+from ..common.files import checked
 from ..config.cards import settings_of_card
 from ..config.files import find_config_file, keys_in_own_files
 from ..config.lazy import cfg_of_lazy, overrides_of
@@ -35,7 +36,7 @@ def is_lazy(config_file: str) -> bool:
     file = Path(config_file)
     if file.suffix != ".yaml" or not file.is_file():
         return file.suffix == ".py"
-    return "\ndataloader:" in "\n" + file.read_text(errors="replace")
+    return "\ndataloader:" in "\n" + Path(checked(file)).read_text(errors="replace")
 
 
 def load_config(args: Namespace, runs: bool = False, own: Mapping[str, Any] = {}) -> Config:
@@ -214,7 +215,7 @@ def load_yaml(
     others = names[1:] if names[1:] or trains else names
     roles = {"DATASETS.TRAIN": tuple(names[:1]), "DATASETS.TEST": tuple(others)}
     cfg = with_settings(cfg, {k: v for k, v in roles.items() if names and k not in given})
-    trained, tested = cfg.DATASETS.TRAIN if trains else (), cfg.DATASETS.TEST
+    trained, tested = (cfg.DATASETS.TRAIN if trains else ()), cfg.DATASETS.TEST
     files = {}
     for name, json_file, folder in args.coco:
         if name in (*trained, *tested):

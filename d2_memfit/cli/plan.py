@@ -37,8 +37,8 @@ def estimate(args: Namespace) -> None:
         estimate = replace(estimate, objects_that_fit=dry_job.objects_that_fit(budget_gb))
     fits = budget_gb is not None and dry_job.fits(budget_gb)
     answer = text.answer_of_estimate(estimate, budget_gb, fits)
-    details, next_step = text.describe_estimate(estimate), next_plan(args, budget_gb)
-    give_answer(args, estimate, answer, details, next_step, "training", dry_job, limit_gb=budget_gb)
+    details, step = text.describe_estimate(estimate), next_plan(args, budget_gb)
+    give_answer(args, estimate, answer, details, step, "training", dry_job, limit_gb=budget_gb)
 
 
 def plan(args: Namespace) -> None:
@@ -61,11 +61,11 @@ def plan(args: Namespace) -> None:
     dry_job = DryJob(job.with_settings(plan.settings), device, evaluates=False, run=args.run)
     if args.output is not None and plan.fits:
         write_plan(args, cfg, plan)
-        next_step = next_train(args, args.num_gpus)
+        step = next_train(args, args.num_gpus)
     else:
-        next_step = next_plan(args, plan.budget_gb, **_what_fits(args, plan))
+        step = next_plan(args, plan.budget_gb, **_what_fits(args, plan))
     answer, details = text.answer_of_plan(plan), text.describe_plan(plan)
-    give_answer(args, plan, answer, details, next_step, "with the plan", dry_job, plan, plan.fits)
+    give_answer(args, plan, answer, details, step, "with the plan", dry_job, plan, plan.fits)
 
 
 def write_plan(args: Namespace, cfg: Config, plan: Plan) -> None:

@@ -103,9 +103,11 @@ _SIZES = Check(
     "one or more sizes in pixels, each an integer of at least 0",
     lambda v: whole(0).test(v) or (fits(v, list[int]) and min(v, default=-1) >= 0),
 )
+_NAMES = Check("a list of names", lambda value: fits(value, list[str]))
 # Detectron2's own keys, from which batches, schedules and the largest batch are computed.
 _DETECTRON2: dict[str, Callable[[str, Any], Any]] = {
     "MODEL.DEVICE": lambda _, name: check_device(name),
+    **dict.fromkeys(("DATASETS.TRAIN", "DATASETS.TEST"), _NAMES),
     "SOLVER.IMS_PER_BATCH": _IMAGES,
     "SOLVER.MAX_ITER": whole(1, 10**9),
     "SOLVER.REFERENCE_WORLD_SIZE": whole(0),
