@@ -34,6 +34,8 @@ from .worst_outputs import parts_with_roi_heads
 __all__ = ["MOST_OBJECTS", "DryJob", "MemoryEstimate", "estimate_memory"]
 
 _CLOSE = 1.03  # times the budget: expected memory between blocks is not exact
+# RoI heads take as many boxes for any number of objects; only overlaps with anchors are larger.
+_FEW_OBJECTS = 100
 _FEW_PROPOSALS = 0.6  # of the heads of masks and keypoints, which run on proposals on objects
 # The most objects in an image that are told apart, and bytes of one that do not count.
 MOST_OBJECTS, _LITTLE_BYTES = 1000, 1024
@@ -293,8 +295,8 @@ class DryJob(DryRuns):
         if of_heads := sum(a.num_bytes for a in heads):  # they run on proposals on objects
             wider.append("few proposals may be on objects")
             less.append(least * _FEW_PROPOSALS * scale * of_heads / worst)
-        has_roi_heads = bool(parts_with_roi_heads(self.session.model))
-        if with_typical and batches.typical is not None and not has_roi_heads:
+        no_rois = not parts_with_roi_heads(self.session.model)
+        if with_typical and batches.typical and (no_rois or batches.num_instances > _FEW_OBJECTS):
             few, accumulates = max([run for run in self.runs if run[0] <= FEW] or self.runs)
             images = self.job.training_batch(few, batches.typical)
             steps = self._step(few, accumulates, images), self.run(few, accumulates)

@@ -123,6 +123,11 @@ def test_each_thing_that_is_not_known_has_its_part_of_the_range(monkeypatch):
     e = dry_job(cfg, 1, image_size=(64, 64)).estimate()
     assert "most images have fewer objects" in e.wider
     assert e.range_gb[0] < 0.94 * e.typical_gb < 0.94 * e.peak_allocated_gb
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
+    for name, is_crowded in {"lvis_v1_train": True, "coco_2017_train": False}.items():
+        cfg.DATASETS.TRAIN = (name,)
+        wider = dry_job(cfg, 2, image_size=(640, 640)).estimate().wider
+        assert ("most images have fewer objects" in wider) is is_crowded
 
 
 def test_an_evaluation_has_to_fit_too():
