@@ -192,6 +192,7 @@ def test_no_warning_of_a_library_stands_before_the_answer(config_file, command):
     assert run.stdout.startswith("Needs ") or run.stdout == f"d2_memfit {__version__}\n"
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_ends_with_status_3_and_the_smallest_budget(
     config_file, tmp_path, monkeypatch, capsys
 ):

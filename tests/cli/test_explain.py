@@ -81,6 +81,7 @@ def test_the_last_run_that_died_is_explained(prose, write, capsys):
     prose(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_the_commands_lead_from_a_log_to_a_plan(write, tmp_path, capsys):
     main(["explain", write(messages())])
     text = capsys.readouterr().out

@@ -73,6 +73,7 @@ def test_it_shows_no_dumps(runs):
         assert not any(dump in screen for screen in shown)
 
 
+@pytest.mark.slow
 def test_a_terminal_has_colours_and_files_have_none(runs):
     folder, terminal, piped = runs
     assert "\x1b[32m" in terminal
@@ -80,6 +81,7 @@ def test_a_terminal_has_colours_and_files_have_none(runs):
     assert "\x1b" not in (folder / "log.txt").read_text()
 
 
+@pytest.mark.slow
 def test_its_last_line_is_a_command_for_what_it_made(prose, runs, coins):
     folder, _, piped = runs
     prose(piped[piped.index("Written: ") :], coins=coins, folder=folder)

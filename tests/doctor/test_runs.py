@@ -95,14 +95,8 @@ def findings(folder, trainer, job_of=job_of):
     return {f.what: f for f in examine_runs(*job_of(folder, 1, trainer), remake)}
 
 
-@pytest.mark.parametrize(
-    "trainer",
-    [
-        pytest.param(DefaultTrainer, marks=pytest.mark.slow),
-        pytest.param(Simple, marks=pytest.mark.slow),
-        pytest.param(None, marks=pytest.mark.sweep),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", [DefaultTrainer, Simple, None])
 def test_runs_that_are_well(coins, trainer):
     found = findings(coins, trainer)
     of_trainer = ["trainer"] if trainer else []

@@ -28,15 +28,10 @@ def names(folder):
     return sorted(f.name for f in folder.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_runs"),
-    [
-        ("kill", 6),
-        ("full", 4),
-        pytest.param("kill", 200, marks=pytest.mark.sweep),
-        pytest.param("full", 50, marks=pytest.mark.sweep),
-    ],
-)
+MANY = [pytest.param(*case, marks=pytest.mark.sweep) for case in (("kill", 200), ("full", 50))]
+
+
+@pytest.mark.parametrize(("kind", "num_runs"), [("kill", 6), ("full", 4), *MANY])
 def test_kills_and_full_disks_lose_no_save_that_was_completed(tmp_path, kind, num_runs):
     script = ROOT / "tests" / "saving.py"
     result = run_forked(script, kind, num_runs, 0, tmp_path, timeout_s=600)

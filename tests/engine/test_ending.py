@@ -274,7 +274,6 @@ def test_a_last_save_that_fails_is_said(tmp_path, log):
 def test_a_log_file_of_the_users_has_the_traceback_once(tmp_path, monkeypatch, logger):
     handler = logging.FileHandler(tmp_path / "own.log")
     for name in ("d2_memfit", "detectron2"):  # which may have files of other tests
-        handlers = [handler] if name == logger else []
-        monkeypatch.setattr(logging.getLogger(name), "handlers", handlers)
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [handler] * (name == logger))
     assert run(0, tmp_path / "run", 0, "forward", "error", 0)[1] == "Injected"
     assert (tmp_path / "own.log").read_text().count("Traceback (most recent call last)") == 1

@@ -197,12 +197,9 @@ def points_of(family, precision, num, fpn=True):
     return sorted({round(1 + i * (last - 1) / (num - 1)) for i in range(num)})
 
 
+@pytest.mark.slow  # RetinaNet has a running normaliser, too
 @pytest.mark.parametrize(
-    ("family", "precision"),
-    [
-        pytest.param("mask_rcnn", "float32", marks=pytest.mark.slow),
-        ("retinanet", "float16"),  # which has a running normaliser, too
-    ],
+    ("family", "precision"), [("mask_rcnn", "float32"), ("retinanet", "float16")]
 )
 def test_a_window_that_failed_somewhere_ends_as_one_that_did_not(family, precision):
     points = points_of(family, precision, NUM_SAMPLED, fpn=False)

@@ -16,6 +16,7 @@ def prediction():
     return predict_run(run, Help())[0]
 
 
+@pytest.mark.slow
 def test_a_plan_is_for_the_card_of_the_log_or_another(prediction):
     assert plan_for(LoggedRun(), prediction) is None
     assert plan_for(LoggedRun(gpus=["Tesla T4"]), prediction).budget_gb == 14.4

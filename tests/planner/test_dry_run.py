@@ -175,7 +175,10 @@ def owners_of(timeline):
     return {owner: size for owner, size in owners_at_peak(timeline).items() if size}
 
 
-@pytest.mark.parametrize("name", JOBS)
+SLOW = {"GN, float16": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, [])) for n in JOBS])
 def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
     cfg = make_cfg(name)
     dry = train(cfg)

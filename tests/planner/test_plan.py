@@ -66,6 +66,7 @@ def test_what_does_not_fit_says_the_smallest_budget_which_then_fits(mask):
     assert "MEMFIT.MICRO_BATCH" not in plan(mask, 1, allow=["precision"]).settings
 
 
+@pytest.mark.slow
 def test_what_fits_is_left_alone(mask, monkeypatch):
     p = plan(mask, 24, evaluates=True)
     assert p.fits
@@ -271,6 +272,7 @@ def test_dry_runs_have_at_most_3_images_but_those_that_verify(
     assert sum(images_of_runs) <= most_images
 
 
+@pytest.mark.slow
 def test_an_estimate_has_dry_runs_of_2_and_3_images_and_objects_two_of_1_more(mask, images_of_runs):
     estimate_memory(mask, device="cuda", **CASE, evaluates=False)
     assert images_of_runs == [3, 2]
