@@ -23,6 +23,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a shell's job in 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = itertools.count()
+_frozen = [0]  # numbers of modules
+_ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow", re.MULTILINE)
 _PROSE = Path(__file__).with_name("prose.txt")
 _HEAD, *_entries = _PROSE.read_text().rstrip("\n").split("\n\n== ")
 _SENTENCES = dict(entry.split("\n", 1) for entry in _entries)
@@ -34,6 +36,12 @@ for folder in (*sorted(_ROOT.glob("projects/*")), _ROOT / "tools"):
 
 def pytest_addoption(parser):
     parser.addoption("--prose", action="store_true", help="write tests/prose.txt anew")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """`make test` does not even import a file whose tests are all slow."""
+    is_asked = collection_path.suffix == ".py" and "not slow" in config.option.markexpr
+    return True if is_asked and _ALL_SLOW.search(collection_path.read_text()) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # of all tests, also of those that -k and -m leave out
@@ -94,12 +102,14 @@ def seeds_without_stacks():
             device.manual_seed_all = lambda seed: None
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def imports_are_frozen():
     """Each release of memory calls gc.collect(), which would look through all that was imported."""
-    gc.collect()
-    gc.freeze()
-    gc.enable()
+    if len(sys.modules) > 1.02 * _frozen[-1]:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        _frozen.append(len(sys.modules))
 
 
 @pytest.fixture(scope="session")

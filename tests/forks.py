@@ -27,7 +27,8 @@ from unittest import mock
 import torch
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["d2_memfit.cli.command_line", "d2_memfit.cli.train", "ranks"])
+_COMMANDS = ["d2_memfit.cli.command_line", "d2_memfit.cli.train"]
+CONTEXT.set_forkserver_preload([*_COMMANDS, "ranks", "tiny"])
 
 # A script for "-c", before the arguments of another one: its ranks are forks, and import nothing.
 FORKED_RANKS = """

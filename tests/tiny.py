@@ -7,9 +7,12 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
-from detectron2.modeling import build_model
+from detectron2.modeling import BACKBONE_REGISTRY, build_model
+from detectron2.modeling.backbone.fpn import build_resnet_fpn_backbone
+from detectron2.modeling.backbone.resnet import ResNet
 from detectron2.structures import BitMasks, Boxes, Instances, Keypoints
 
 from d2_memfit import Job
@@ -17,6 +20,18 @@ from d2_memfit.config.load import load_cfg
 from d2_memfit.techniques.registry import get_technique
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@BACKBONE_REGISTRY.register()
+def build_short_resnet_fpn_backbone(cfg, input_shape):
+    """With one block in each of the four stages."""
+    make_stage = ResNet.make_stage
+
+    def make_short(stride_per_block, **kwargs):
+        return make_stage(**{**kwargs, "num_blocks": 1}, stride_per_block=stride_per_block[:1])
+
+    with patch.object(ResNet, "make_stage", make_short):
+        return build_resnet_fpn_backbone(cfg, input_shape)
 
 
 def tiny_cfg(family="mask_rcnn", image_size=64, device="cpu", fpn=True):
@@ -38,8 +53,8 @@ def tiny_cfg(family="mask_rcnn", image_size=64, device="cpu", fpn=True):
     cfg.MODEL.MASK_ON = family == "mask_rcnn"
     cfg.MODEL.KEYPOINT_ON = family == "keypoint_rcnn"
     cfg.MODEL.PIXEL_STD = [300.0, 300.0, 300.0]  # keeps the activations of random weights small
+    cfg.MODEL.BACKBONE.NAME = "build_short_resnet_fpn_backbone"
     cfg.MODEL.BACKBONE.FREEZE_AT = 0
-    cfg.MODEL.RESNETS.DEPTH = 50
     cfg.MODEL.RESNETS.STEM_OUT_CHANNELS = 8
     cfg.MODEL.RESNETS.WIDTH_PER_GROUP = 4
     cfg.MODEL.RESNETS.RES2_OUT_CHANNELS = 16

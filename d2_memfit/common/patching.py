@@ -51,5 +51,6 @@ def with_original(function: Callable[..., Any]) -> Callable[[Any], Any]:
 
 def modules_with(name: str) -> list[tuple[Any, Any]]:
     """The Python modules that know a name, and its value there. Nothing is imported for it."""
-    found = [(m, getattr(m, "__dict__", {}).get(name)) for m in list(sys.modules.values())]
-    return [(module, value) for module, value in found if value is not None]
+    loaded = list(sys.modules.values())
+    found = [m for m in loaded if getattr(m, "__dict__", {}).get(name) is not None]
+    return [(module, vars(module)[name]) for module in found]

@@ -44,8 +44,8 @@ def one_line_errors(
     except MemfitError:
         raise
     except Exception as e:
-        told = one_line(e) if "Original Traceback" in str(e) else str(e)  # of a loader's worker
-        text = next((line.strip() for line in told.splitlines() if line.strip()), "")
+        message = one_line(e) if "Original Traceback" in str(e) else str(e)  # of a loader's worker
+        text = next((line.strip() for line in message.splitlines() if line.strip()), "")
         error = f"{type(e).__name__}: {text}" if text else type(e).__name__
         assumed: list[str] = []
         with suppress(Exception):  # it may be the call that failed

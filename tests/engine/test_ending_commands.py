@@ -30,6 +30,7 @@ KEYS = {
     "DATASETS.TRAIN": ("cli_train",),
     "DATASETS.TEST": ("cli_train",),
     "DATALOADER.NUM_WORKERS": 1,
+    "MEMFIT.NORMALIZERS.POLICY": "window",
 }
 
 # Ends the run once, at a moment of one rank.

@@ -121,7 +121,7 @@ def growing_kinds(rank, name):
     with pytest.MonkeyPatch.context() as patch:
         logger = logging.getLogger("d2_memfit.engine.hooks")
         patch.setattr(logger, "warning", lambda text, *args: said.append(args))
-        trainer.train(0, 350)
+        trainer.train(0, 250)
     gc.enable()
     return [(kind, growth, tensors) for kind, growth, _, tensors in said]
 

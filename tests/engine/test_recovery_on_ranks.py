@@ -28,7 +28,7 @@ class WithUnusedParameter(torch.nn.Module):
 
 
 def proposal_network():
-    cfg = every_anchor_counts(tiny_cfg("proposal_network"))
+    cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
     return WithUnusedParameter(tiny_model(cfg))
 
 

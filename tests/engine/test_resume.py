@@ -42,7 +42,7 @@ def check_equal(straight, first, second):
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-def small_cfg(output_dir, family="faster_rcnn", **keys):
+def small_cfg(output_dir, family="proposal_network", **keys):
     """Five iterations of 6 images of 16: an epoch ends after the run was resumed."""
     cfg = coins_cfg(output_dir, family, **{"SOLVER.MAX_ITER": 5, **keys})
     cfg.DATASETS.TRAIN = ("coins_val",)
@@ -77,17 +77,18 @@ def test_random_numbers_that_are_drawn_between_the_load_and_the_first_iteration_
             draw = hooks.CallbackHook(before_train=lambda _: (torch.rand(1), np.random.rand()))
             return [draw, *super().build_hooks()]
 
-    straight = train(coins_cfg(tmp_path / "straight", "faster_rcnn"), 0, 4, Drawing)
-    cfg = coins_cfg(tmp_path / "resumed", "faster_rcnn")
+    straight = train(small_cfg(tmp_path / "straight"), 0, 4, Drawing)
+    cfg = small_cfg(tmp_path / "resumed")
     check_equal(straight, train(cfg, 0, 2, Drawing), train(cfg, 2, 4, Drawing))
 
 
 @pytest.mark.parametrize("family", [pytest.param("mask_rcnn", marks=pytest.mark.slow), "retinanet"])
 def test_other_models_too(coins, tmp_path, family):
     """RetinaNet has a running normaliser, which is a plain number."""
+    keys = {"MEMFIT.NORMALIZERS.POLICY": "window"}
     train(small_cfg(tmp_path / "warm up", family), 0, 1)  # a process's first sums may be others
-    straight = train(small_cfg(tmp_path / "straight", family), 0, 5)
-    cfg = small_cfg(tmp_path / "resumed", family)
+    straight = train(small_cfg(tmp_path / "straight", family, **keys), 0, 5)
+    cfg = small_cfg(tmp_path / "resumed", family, **keys)
     check_equal(straight, train(cfg, 0, 2), train(cfg, 2, 5))
 
 
@@ -114,7 +115,7 @@ def test_on_two_ranks_too(coins, tmp_path, two_ranks, keys):
 
 
 def test_on_another_number_of_ranks_the_data_continue(coins, tmp_path, two_ranks):
-    cfg = coins_cfg(tmp_path / "first", "faster_rcnn", **{"SOLVER.IMS_PER_BATCH": 4})
+    cfg = coins_cfg(tmp_path / "first", "proposal_network", **{"SOLVER.IMS_PER_BATCH": 4})
     first = two_ranks.run(train_on_rank, coins, cfg, 0, 5)
     shutil.copytree(tmp_path / "first", tmp_path / "second")  # the ranks have locked the first
     cfg.SOLVER.IMS_PER_BATCH, cfg.OUTPUT_DIR = 2, str(tmp_path / "second")
@@ -130,7 +131,7 @@ def test_a_loader_that_is_not_known_begins_again_and_it_is_said(coins, tmp_path,
         def build_train_loader(cls, cfg):
             return iter(super().build_train_loader(cfg))
 
-    cfg = coins_cfg(tmp_path, "faster_rcnn")
+    cfg = small_cfg(tmp_path)
     train(cfg, 0, 2, OwnLoader)
     train(cfg, 2, 3, OwnLoader)
     train(cfg, 3, 4)

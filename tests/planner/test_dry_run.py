@@ -148,7 +148,10 @@ class SegmenterOfTests(nn.Module):
 
 def make_cfg(name):
     file, opts = JOBS[name]
-    return load_cfg(file, [*SMALL, *NARROW, *opts], [add_pointrend_config, add_detr_config])
+    cfg = load_cfg(file, [*SMALL, *NARROW, *opts], [add_pointrend_config, add_detr_config])
+    if cfg.MODEL.BACKBONE.NAME == "build_resnet_fpn_backbone" and name != "mask FPN":
+        cfg.MODEL.BACKBONE.NAME = "build_short_resnet_fpn_backbone"
+    return cfg
 
 
 def train(cfg):

@@ -18,7 +18,7 @@ from rfdetr.training import RFDETRModelModule  # noqa: E402
 from rfdetr.utilities.tensors import collate_fn  # noqa: E402
 from window_module import WindowModule, job_of  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 NUM_IMAGES, NUM_STEPS = 4, 2
 CONFIGS = {"boxes": RFDETRNanoConfig, "masks": RFDETRSegNanoConfig}
@@ -54,7 +54,6 @@ def samples(model_config, num):
     return [sample(i, model_config) for i in range(num)]
 
 
-@pytest.mark.slow
 def test_the_estimate_has_the_bytes_of_a_computed_step(computing):
     model_config, train_config = configs_of("masks")
     job = job_of(model_config, train_config, 5, "cpu")
@@ -105,7 +104,6 @@ def trained(folder, kind=None, injector=None, config=None, num_steps=NUM_STEPS, 
     return before, parameters(module.model), trainer
 
 
-@pytest.mark.slow
 def test_micro_batches_train_what_rfdetr_trains(tmp_path):
     config = {"patches": 8}  # with fewer, the best queries differ by rounding
     before, expected, plain = trained(tmp_path, config=config)
@@ -117,7 +115,6 @@ def test_micro_batches_train_what_rfdetr_trains(tmp_path):
     assert values[0] == pytest.approx(values[1], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_an_injected_error_leaves_no_trace(tmp_path, monkeypatch):
     # TorchScript optimises a function after its first call, and a sum may differ in a bit.
     for name in ("dice_loss", "sigmoid_ce_loss"):

@@ -36,6 +36,13 @@ def extended(model):
     return [name for name, m in model.named_modules() if "forward" in vars(m)]
 
 
+def whole_cfg():
+    """With all blocks of a ResNet-50."""
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.BACKBONE.NAME = "build_resnet_fpn_backbone"
+    return cfg
+
+
 STAGES = [f"backbone.bottom_up.{s}" for s in ("stem", "res2", "res3", "res4", "res5")]
 
 
@@ -49,7 +56,7 @@ STAGES = [f"backbone.bottom_up.{s}" for s in ("stem", "res2", "res3", "res4", "r
     ],
 )
 def test_patterns_name_the_outermost_modules_that_match(patterns, expected):
-    model = tiny_model(tiny_cfg("mask_rcnn"))
+    model = tiny_model(whole_cfg())
     assert extended(apply(model, *patterns)) == expected
 
 
@@ -77,7 +84,7 @@ def test_near_names_are_listed():
 def test_it_needs_less_memory():
     batch, peaks = images(2, size=256), []
     for modules in ([], ["backbone"], ["all"]):
-        model = tiny_model(tiny_cfg("mask_rcnn"))
+        model = tiny_model(whole_cfg())
         if modules:
             apply(model, *modules)
         with TensorMeter() as meter:

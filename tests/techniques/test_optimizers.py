@@ -2,6 +2,7 @@
 """Techniques that change an optimizer: the same steps, less memory, checkpoints for everybody."""
 
 import copy
+import functools
 import itertools
 import sys
 
@@ -20,7 +21,7 @@ from d2_memfit.techniques.sharded import ShardedOptimizer
 
 
 def cfg_with(*pairs, clip=False):
-    cfg = tiny_cfg("proposal_network")
+    cfg = tiny_cfg("proposal_network", fpn=False)
     cfg.SOLVER.CLIP_GRADIENTS.ENABLED = clip
     cfg.merge_from_list([*pairs])
     return cfg
@@ -65,25 +66,30 @@ def train_on_rank(rank, pairs, clip, state=None, num_iterations=3):
 ZERO = ("MEMFIT.OPTIMIZER.ZERO", True)
 
 
+@pytest.fixture(scope="module")
+def trained(two_ranks):
+    """What both ranks have after a training with given keys."""
+    return functools.cache(lambda pairs, clip=False: two_ranks.run(train_on_rank, pairs, clip))
+
+
 @pytest.mark.parametrize("clip", [False, True])
-def test_ranks_that_share_states_make_the_same_steps_with_half_of_them(two_ranks, clip):
-    plain = two_ranks.run(train_on_rank, (), clip)
-    shared = two_ranks.run(train_on_rank, ZERO, clip)
+def test_ranks_that_share_states_make_the_same_steps_with_half_of_them(trained, clip):
+    plain, shared = trained((), clip), trained(ZERO, clip)
     for (p, p_bytes, _), (s, s_bytes, _) in zip(plain, shared):
         assert relative_difference(s, p) == 0
         assert 0.4 * p_bytes < s_bytes < 0.6 * p_bytes
 
 
-def test_an_estimate_has_the_largest_share_and_no_gradients_of_the_last_iteration(two_ranks):
-    largest = max(num_bytes for _, num_bytes, _ in two_ranks.run(train_on_rank, ZERO, False))
+def test_an_estimate_has_the_largest_share_and_no_gradients_of_the_last_iteration(trained):
+    largest = max(num_bytes for _, num_bytes, _ in trained(ZERO))
     job = Job.from_cfg(cfg_with(*ZERO), ranks=2, batch=images(2, size=256))
     peak = owners_at_peak(Session(job).train(job.training_batch(2)))
     assert (peak["optimizer"], peak["gradients"]) == (largest, 0)
 
 
-def test_shared_states_are_saved_whole_and_load_anywhere(two_ranks):
-    (_, _, plain), _ = two_ranks.run(train_on_rank, (), False)
-    (_, _, shared), _ = two_ranks.run(train_on_rank, ZERO, False)
+def test_shared_states_are_saved_whole_and_load_anywhere(two_ranks, trained):
+    (_, _, plain), _ = trained(())
+    (_, _, shared), _ = trained(ZERO)
     assert plain["state"].keys() == shared["state"].keys()
     for index, state in plain["state"].items():
         assert torch.equal(shared["state"][index]["momentum_buffer"], state["momentum_buffer"])

@@ -282,7 +282,7 @@ def lazy_job(run: Run, ranks: int) -> Job:
 
 @dataclass(frozen=True)
 class Result:
-    """A run and what is told of it.
+    """A run, and what `explain` found of it.
 
     Attributes:
         would_fit: whether its card has the typical memory; None without a card or a prediction.
@@ -290,19 +290,19 @@ class Result:
     """
 
     run: Run
-    told: ExplainedRun
+    found: ExplainedRun
     would_fit: Optional[bool] = None
     has_any_shape: bool = False
 
     @property
     def is_rebuilt(self) -> bool:
-        return self.told.range_mib is not None
+        return self.found.range_mib is not None
 
     @property
     def is_measured(self) -> bool:
         """Whether its peak counts: what it is, and what ran, are certain, and it did not die."""
         is_certain = not _UNCERTAIN & {*self.run.doubts}
-        return self.is_rebuilt and is_certain and self.told.inside is not None
+        return self.is_rebuilt and is_certain and self.found.inside is not None
 
     @property
     def has_own_card(self) -> bool:
@@ -312,11 +312,11 @@ class Result:
 
     @property
     def width(self) -> float:
-        low, high = self.told.range_mib or (1.0, 1.0)
+        low, high = self.found.range_mib or (1.0, 1.0)
         return high / low
 
     def cells(self) -> list[str]:
-        run, told = self.run, self.told
+        run, found = self.run, self.found
         half = "fitted to" if run.is_fitted_to else "only looked at"
         release = (run.software.get("torch") or "?").partition("+")[0]
         cells = [
@@ -324,20 +324,20 @@ class Result:
             run.zoo_config or run.architecture,
             ", ".join(run.gpus) or "?",
             f"{release}, {run.software.get('cudnn') or '?'}",
-            _number(told.images_per_gpu),
-            _number(told.measured_mib),
+            _number(found.images_per_gpu),
+            _number(found.measured_mib),
         ]
-        if told.range_mib is None:
-            return [*cells, "", "", "", "", told.ended, "", ", ".join(run.doubts), half]
-        low, high = told.range_mib
-        inside = {True: "yes", False: "no", None: "died before"}[told.inside]
+        if found.range_mib is None:
+            return [*cells, "", "", "", "", found.ended, "", ", ".join(run.doubts), half]
+        low, high = found.range_mib
+        inside = {True: "yes", False: "no", None: "died before"}[found.inside]
         return [
             *cells,
-            _number(told.typical_mib),
+            _number(found.typical_mib),
             f"{low:.0f} to {high:.0f}",
             f"{self.width:.2f}",
-            inside if told.measured_mib is not None else "",
-            told.ended,
+            inside if found.measured_mib is not None else "",
+            found.ended,
             {True: "yes", False: "no", None: ""}[self.would_fit],
             ", ".join(run.doubts),
             half,
@@ -346,7 +346,7 @@ class Result:
     @property
     def why_not(self) -> str:
         """Why nothing is predicted, without a path of this machine."""
-        return re.sub(r"'/\S*/([^/]+)'", r"\1", self.told.not_rebuilt)
+        return re.sub(r"'/\S*/([^/]+)'", r"\1", self.found.not_rebuilt)
 
 
 def _number(value: Optional[float]) -> str:
@@ -368,16 +368,16 @@ def explain_runs(chosen: Sequence[Run], folder: Optional[Path]) -> list[Result]:
         if run.is_lazy:  # each has a config of its own
             help = Help(lazy_job=partial(lazy_job, run) if folder else None)
         prediction, why_not = predict_run(run.logged(), help)
-        told = explain_run(run.name, run.logged(), prediction, why_not)
+        found = explain_run(run.name, run.logged(), prediction, why_not)
         if prediction is None:
-            results.append(Result(run, told))
+            results.append(Result(run, found))
             continue
         _, gigabytes = card_of(run.logged())
         total = run.oom.get("total") or (None if gigabytes is None else gigabytes * 1024)
         outside = sum(prediction.dry_job.device.outside_bytes(run.ranks).values()) / 2**20
-        fits = None if total is None else (told.typical_mib or 0) + outside <= total
+        fits = None if total is None else (found.typical_mib or 0) + outside <= total
         any_shape = any("shape of the images" in line for line in prediction.estimate.wider)
-        results.append(Result(run, told, fits, any_shape))
+        results.append(Result(run, found, fits, any_shape))
     return results
 
 
@@ -434,12 +434,12 @@ def _coverage(halves: Sequence[tuple[str, Sequence[Result]]]) -> str:
 def _inside(results: Sequence[Result]) -> list[str]:
     if not results:
         return ["0 of 0", "", "", ""]
-    inside = sum(bool(r.told.inside) for r in results)
+    inside = sum(bool(r.found.inside) for r in results)
     above = sum(
-        (r.told.measured_mib or 0) > 1.05 * (r.told.range_mib or (0, 0))[1] for r in results
+        (r.found.measured_mib or 0) > 1.05 * (r.found.range_mib or (0, 0))[1] for r in results
     )
     all_of = {r.run.repo for r in results}
-    outside = {r.run.repo for r in results if not r.told.inside}
+    outside = {r.run.repo for r in results if not r.found.inside}
     return [
         f"{inside} of {len(results)} ({inside / len(results):.0%})",
         f"{median(r.width for r in results):.2f}",
@@ -453,8 +453,8 @@ def _verdicts(halves: Sequence[tuple[str, Sequence[Result]]]) -> str:
     rows = []
     for name, results in halves:
         own = [r for r in results if r.has_own_card]
-        died = [r for r in own if r.told.oom is not None and r.told.oom.case != "evaluation"]
-        trained = [r for r in own if r.told.oom is None]
+        died = [r for r in own if r.found.oom is not None and r.found.oom.case != "evaluation"]
+        trained = [r for r in own if r.found.oom is None]
         for what, of, is_right in (
             ("died on a card of their own", died, lambda r: not r.would_fit),
             ("trained", trained, lambda r: r.would_fit),
