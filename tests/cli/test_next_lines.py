@@ -17,7 +17,7 @@ SHORT = ["SOLVER.MAX_ITER", "1", "DATALOADER.NUM_WORKERS", "0", "SOLVER.IMS_PER_
 
 @pytest.fixture
 def config_file(tmp_path):
-    cfg = tiny_cfg("mask_rcnn")
+    cfg = tiny_cfg("mask_rcnn", fpn=False)
     cfg.DATASETS.TEST = ()
     (tmp_path / "tiny.yaml").write_text(cfg.dump())
     return str(tmp_path / "tiny.yaml")

@@ -186,7 +186,6 @@ def test_a_second_run_needs_the_option(command, name, here, capsys):
     assert (here / name).stat().st_size
 
 
-@pytest.mark.slow
 def test_pictures_are_not_drawn_into_again(here, capsys):
     """The first run's pictures are the second one's images, and would be its outputs."""
     run(f"{PREDICT} --input val --output found")

@@ -49,19 +49,8 @@ def small_cfg(output_dir, family="proposal_network", **keys):
     return cfg
 
 
-# Their streams are resumed in test_batches.py, too.
-_LONG = ("3 workers, not grouped", "random subset")
-
-
 @pytest.mark.parametrize(
-    "keys",
-    [
-        *(
-            pytest.param(keys, id=name, marks=[pytest.mark.slow] if name in _LONG else [])
-            for name, keys in OF_ONE_RANK.items()
-        ),
-        FLOAT16,
-    ],
+    "keys", [*(pytest.param(keys, id=name) for name, keys in OF_ONE_RANK.items()), FLOAT16]
 )
 def test_5_iterations_are_2_and_3(coins, tmp_path, keys):
     straight = train(small_cfg(tmp_path / "straight", **keys), 0, 5)
@@ -82,7 +71,7 @@ def test_random_numbers_that_are_drawn_between_the_load_and_the_first_iteration_
     check_equal(straight, train(cfg, 0, 2, Drawing), train(cfg, 2, 4, Drawing))
 
 
-@pytest.mark.parametrize("family", [pytest.param("mask_rcnn", marks=pytest.mark.slow), "retinanet"])
+@pytest.mark.parametrize("family", ["mask_rcnn", "retinanet"])
 def test_other_models_too(coins, tmp_path, family):
     """RetinaNet has a running normaliser, which is a plain number."""
     keys = {"MEMFIT.NORMALIZERS.POLICY": "window"}

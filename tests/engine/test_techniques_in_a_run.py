@@ -17,6 +17,7 @@ from d2_memfit.techniques.registry import TECHNIQUES
 @pytest.fixture
 def cfg(coins, tmp_path):
     cfg = tiny_cfg("mask_rcnn")
+    cfg.MODEL.BACKBONE.NAME = "build_resnet_fpn_backbone"  # plain Detectron2 has no other one
     cfg.DATASETS.TRAIN = ("coins_train",)
     cfg.DATASETS.TEST = ("coins_val",)
     cfg.INPUT.MASK_FORMAT = "bitmask"

@@ -194,7 +194,6 @@ def test_a_step_has_the_memory_of_one_that_is_computed(name, computing):
         assert owners_of(dry).get(owner, 0) == pytest.approx(size, rel=0.01, abs=2**16)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mask FPN", "retinanet", "panoptic", "FCOS", "queries"])
 def test_memory_is_on_the_line_through_2_and_3_images(name):
     cfg = make_cfg(name)
@@ -230,8 +229,7 @@ def test_small_weights_stay_though_gradients_are_not_numbers():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("mask FPN", marks=pytest.mark.slow),
-        *("panoptic", "PointRend", "FCOS", "a user's own", "queries"),
+        *("mask FPN", "panoptic", "PointRend", "FCOS", "a user's own", "queries"),
         "queries, masks on the host",
     ],
 )

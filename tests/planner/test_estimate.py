@@ -32,10 +32,7 @@ def crowded_cfg(family="mask_rcnn"):
     return cfg
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["retinanet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mask_rcnn", "crowded"))],
-)
+@pytest.mark.parametrize("name", ["retinanet", "mask_rcnn", "crowded"])
 def test_more_images_are_on_lines_through_2_and_3(name):
     """To a thousandth, with the phase that decides, and with gradients of earlier ones."""
     cfg = crowded_cfg() if name == "crowded" else tiny_cfg(name, fpn=name == "mask_rcnn")
@@ -141,9 +138,7 @@ def test_an_evaluation_has_to_fit_too():
     assert job.fits(evaluation + 0.01)
 
 
-@pytest.mark.parametrize(
-    ("num_images", "own"), [(1, 3), pytest.param(4, 20, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("num_images", "own"), [(1, 3), (4, 20)])
 def test_objects_that_fit_are_on_lines_of_an_image(num_images, own):
     job = dry_job(crowded_cfg(), num_images, num_instances=own)
     budget_gb = dry_job(crowded_cfg(), num_images, num_instances=200)

@@ -103,7 +103,6 @@ def plan_on_ranks(rank, output_dir, what_fails):
             return f"{type(e).__name__}: {e}"
 
 
-@pytest.mark.slow
 def test_ranks_plan_for_the_one_that_has_least(two_ranks, tmp_path):
     assert two_ranks.run(plan_on_ranks, str(tmp_path), "") == [6, 6]
 

@@ -39,7 +39,6 @@ def plan(cfg, budget_gb, **kwargs):
     return plan_memory(cfg, budget_gb, **options)
 
 
-@pytest.mark.slow
 def test_ranks_share_optimizer_states_and_batches_and_each_recovers(mask):
     alone, eight = plan(mask, 10), plan(mask, 10, num_gpus=8)
     assert eight.before.images_per_gpu == 1
