@@ -1,5 +1,5 @@
 # make demo   trains a Mask R-CNN on photographs of coins, evaluates it, and draws what it found
-# make test   runs the test suite, in about 5 minutes on two cores
+# make test   runs the test suite, in about 4 minutes on two cores
 # make test-slow  runs the tests of more than 5 seconds each: real runs, endings, kills, dry runs
 # make prose  writes the sentences that have changed to tests/prose.txt (git diff shows them)
 # make docs   makes a site of the documentation, with Python 3.11 or later: open
