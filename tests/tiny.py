@@ -35,14 +35,14 @@ def build_short_resnet_fpn_backbone(cfg, input_shape):
 
 
 def tiny_cfg(family="mask_rcnn", image_size=64, device="cpu", fpn=True):
-    """Config of a detector with FPN and a ResNet-50 with a tenth of its channels.
+    """Config of a detector with FPN and a ResNet of four blocks, with a tenth of the channels.
 
     Args:
         family: "proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn" or "retinanet".
         image_size: length of the shorter side, in pixels.
         device: MODEL.DEVICE.
-        fpn: False leaves the ResNet's first blocks alone, for what is not about models: a step
-            takes a quarter of the time, a dry run a third.
+        fpn: False leaves a ResNet-50's first blocks alone, for what is not about models, and for
+            processes that do not know this file's backbone.
     """
     cfg = load_cfg("Base-RCNN-FPN")
     cfg.MODEL.DEVICE = str(device)
