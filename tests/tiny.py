@@ -37,6 +37,8 @@ def build_short_resnet_fpn_backbone(cfg, input_shape):
 def tiny_cfg(family="mask_rcnn", image_size=64, device="cpu", fpn=True):
     """Config of a detector with FPN and a ResNet of four blocks, with a tenth of the channels.
 
+    RetinaNet has all blocks of a ResNet-50.
+
     Args:
         family: "proposal_network", "faster_rcnn", "mask_rcnn", "keypoint_rcnn" or "retinanet".
         image_size: length of the shorter side, in pixels.
