@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch
 from detectron2 import evaluation
-from detectron2.config import CfgNode, instantiate
+from detectron2.config import CfgNode, LazyConfig, instantiate
 from detectron2.data import MetadataCatalog
 from detectron2.engine import default_setup, default_writers, hooks
 from detectron2.modeling import GeneralizedRCNNWithTTA
@@ -162,7 +162,7 @@ def main(args: Namespace, cfg: Optional[Config], trainer_class: type[Trainer]) -
 
 
 def _set_up_rank(args: Namespace, cfg: Config, keys: CfgNode) -> None:
-    """Run Detectron2's ``default_setup``; an evaluation keeps the config.yaml of the training."""
+    """Run Detectron2's ``default_setup``; an earlier config.yaml stays until a training begins."""
     folder, is_main = Path(keys.OUTPUT_DIR), comm.is_main_process()
     config_file = folder / "config.yaml"
     try:
@@ -172,7 +172,7 @@ def _set_up_rank(args: Namespace, cfg: Config, keys: CfgNode) -> None:
             with whole_file(config_file, "w") as file:  # default_setup leaves a part on a full disk
                 file.write(cfg.dump())
         default_setup(cfg, args)
-        if is_main and args.eval_only and earlier is not None:  # which may have other keys
+        if is_main and earlier is not None:  # which may have other keys
             with whole_file(config_file, "w") as file:
                 file.write(earlier)
         if is_main and not args.eval_only:
@@ -215,16 +215,18 @@ def _train(args: Namespace, cfg: Config, keys: CfgNode, trainer_class: type[Trai
         trainer.checkpointer.resume_or_load(keys.MODEL.WEIGHTS, resume=args.resume)
         # The checkpoint has the iteration that was just finished.
         goes_on = args.resume and trainer.checkpointer.has_checkpoint()
+        if is_main:
+            LazyConfig.save(cfg, str(folder / "config.yaml"))
         trainer.train(trainer.iter + 1 if goes_on else 0, keys.SOLVER.MAX_ITER)
     else:
         planned = fit_config(cfg, trainer_class)
-        if planned is not cfg and is_main:
+        trainer = trainer_class(planned)
+        trainer.resume_or_load(resume=args.resume)
+        if is_main:
             # For later evaluations, config.yaml has the plan too, but not the measured budget.
             kept = with_settings(planned, {"MEMFIT.BUDGET_GB": cfg.MEMFIT.BUDGET_GB})
             with whole_file(folder / "config.yaml", "w") as file:
                 file.write(kept.dump())
-        trainer = trainer_class(planned)
-        trainer.resume_or_load(resume=args.resume)
         if cfg.TEST.AUG.ENABLED:
             test = partial(trainer.test_with_TTA, trainer.cfg, trainer.model)
             trainer.register_hooks([hooks.EvalHook(0, test)])

@@ -48,7 +48,8 @@ def window_count(count: Number, minimum: float = 1.0) -> Number:
 
     While an :class:`AccumulatingTrainer` accumulates, it returns this micro-batch's share of the
     count of all micro-batches of all ranks. The sum of their gradients is then the gradient of one
-    forward over all images. Elsewhere it returns the mean over ranks, as the ``all_reduce`` did.
+    forward over all images. Never clamp it: a share may be below 1. Elsewhere it returns the mean
+    over ranks, as the ``all_reduce`` did.
 
     Args:
         count: the count of the batch in this forward: a number, or a tensor, which stays on its

@@ -61,6 +61,7 @@ _OOM = re.compile(
 _HOST_OOM = re.compile(
     r"\bKilled\b|killed by signal|oom[-_]kill|SIGKILL|\b(?:_Array)?MemoryError|bad_alloc"
     r"|DefaultCPUAllocator|Cannot allocate memory|[Bb]us error|nsufficient shared memory"
+    r"|Out of memory in the .*: could not create a "  # of d2_memfit, which knows oneDNN's errors
 )
 # In the traceback of an evaluation; the last one is DefaultPredictor's.
 _EVALUATES = ("inference_on_dataset", "_do_eval", "self.model([inputs])")

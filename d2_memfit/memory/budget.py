@@ -189,18 +189,19 @@ def _limit_process(budget_gb: Optional[float]) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if budget_gb is not None or _replaced.get("cpu", soft) != resource.RLIM_INFINITY:  # ulimit -d
+        limit_library_caches()
+        take_library_buffers()
+        return_large_blocks()
     if budget_gb is None:
         resource.setrlimit(resource.RLIMIT_DATA, (_replaced.pop("cpu", soft), hard))
         return
-    limit_library_caches()
-    take_library_buffers()
     taken = process_memory().data_bytes
     if budget_gb * GB <= taken:
         raise ConfigError(
             f"MEMFIT.BUDGET_GB {budget_gb:g} is not more than the {taken / GB:.2f} GB that the "
             "process takes before training"
         )
-    return_large_blocks()
     limit = int(budget_gb * GB) if hard < 0 else min(int(budget_gb * GB), hard)  # -1: none
     _replaced.setdefault("cpu", soft)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))

@@ -158,8 +158,13 @@ def wrap_method(module: nn.Module, name: str, around: Callable[..., Any], *setti
         around: called with the module, its method, the settings, and the arguments. A function of a
             file, so that it can be pickled.
     """
-    method = vars(module).get(name) or partial(getattr(type(module), name), module)
+    method = vars(module).get(name) or partial(_method_of_class, module, name)
     setattr(module, name, partial(around, module, method, *settings))
+
+
+def _method_of_class(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the method that the class has now: others replace it for a while."""
+    return getattr(type(module), name)(module, *args, **kwargs)
 
 
 def find_blocks(model: nn.Module) -> list[str]:

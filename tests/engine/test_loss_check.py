@@ -18,6 +18,7 @@ from d2_memfit.common.compat import create_ddp_model
 from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.engine.loss_check import check_losses
 from d2_memfit.job import losses_of
+from d2_memfit.techniques.registry import apply_techniques
 from tests.engine.criteria_list import CRITERIA, WINDOWS
 
 LIMIT = 1e-3
@@ -127,8 +128,11 @@ def report_of(model, batch=None, losses=losses_of, **options):
         return check_losses(model, losses, batch, NormalizerOptions(**options))
 
 
-def test_means_of_heads_are_exact_with_policy_exact():
-    model = tiny_model(tiny_cfg("mask_rcnn"))
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_means_of_heads_are_exact_with_policy_exact(is_checkpointed):
+    cfg = tiny_cfg("mask_rcnn")
+    cfg.MEMFIT.CHECKPOINT.MODULES = ["roi_heads.mask_head"] * is_checkpointed
+    model = apply_techniques("model", tiny_model(cfg), cfg)
     for policy, unchecked in (("window", {"loss_mask"}), ("exact", set())):
         report = report_of(model, images(4), policy=policy)
         assert {*report.unchecked} == unchecked

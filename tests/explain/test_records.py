@@ -115,6 +115,8 @@ def test_errors_in_evaluation():
         "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to "
         "allocate 4096 bytes. Error code 12 (Cannot allocate memory)",
         "  traceback : Signal 9 (SIGKILL) received by PID 4711",
+        "Out of memory in the forward of iteration 0 on rank 0, with a micro-batch of 1: a.jpg. "
+        "The error was: could not create a primitive. Now training stops",
     ],
 )
 def test_the_hosts_memory(text):

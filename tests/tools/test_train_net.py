@@ -80,6 +80,9 @@ def test_training_evaluation_and_resuming(arguments, tmp_path, capsys):
     assert call(capsys, "--eval-only", *arguments, *options)[0] == 0
     assert results.exists()
     assert (output_dir / "config.yaml").read_text() == config
+    other = ["MODEL.ROI_BOX_HEAD.FC_DIM", 48, "SOLVER.MAX_ITER", 6]
+    assert "does not fit the config" in call(capsys, "--resume", *arguments, *other)[1]
+    assert (output_dir / "config.yaml").read_text() == config
 
 
 def test_fit_plans_for_what_is_free_here_and_trains(arguments, tmp_path):
