@@ -147,9 +147,7 @@ def made_up_card(**options):
             there = property(lambda tensor, value=value: value)
             stack.enter_context(patch.object(torch.Tensor, name, there, create=True))
         stack.enter_context(patch.object(OwnerMeter, "__init__", _of_cpu(OwnerMeter.__init__)))
-        private = {
-            "_cuda_clearCublasWorkspaces": lambda: None,
-        }
+        private = {"_cuda_clearCublasWorkspaces": lambda: None}
         for name, function in private.items():
             stack.enter_context(patch.object(torch._C, name, function, create=True))
         memory = torch.cuda.memory

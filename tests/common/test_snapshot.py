@@ -85,10 +85,6 @@ def ema(model):
     model.teacher.weight.data = model.teacher.weight.data * 0.9 + 0.1
 
 
-def draw(model):
-    return model.state.random() if hasattr(model.state, "random") else model.state.rand()
-
-
 KINDS = {
     "list": ([1], lambda m: m.state.append(2), lambda m: m.state),
     "deque": (deque([1, 2], maxlen=2), lambda m: m.state.append(3), lambda m: m.state),
@@ -126,11 +122,7 @@ KINDS = {
     "object": (Meter(), lambda m: m.state.change(), lambda m: vars(m.state)),
     "buffer": (0, lambda m: setattr(m, "queue", torch.ones(2)), lambda m: m.queue),
     "frozen parameter": (0, ema, lambda m: m.teacher.weight.data),
-    "parameter": (
-        0,
-        lambda m: m.teacher.weight.data.mul_(0.9),
-        lambda m: m.teacher.weight.data,
-    ),
+    "parameter": (0, lambda m: m.teacher.weight.data.mul_(0.9), lambda m: m.teacher.weight.data),
     "hidden module": (
         [torch.nn.Linear(2, 2).requires_grad_(False)],
         lambda m: setattr(m.state[0], "steps", 1) or m.state[0].register_buffer("b", None),

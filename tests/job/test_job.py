@@ -5,9 +5,7 @@ import detectron2.data.transforms as T
 import pytest
 import torch
 from detectron2.config import instantiate
-from detectron2.data import (
-    build_detection_train_loader,
-)
+from detectron2.data import build_detection_train_loader
 from detectron2.engine import DefaultTrainer
 from lazy_configs import lazy_config
 from omegaconf import OmegaConf
@@ -187,9 +185,7 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
         job.with_settings({"INPUT.MASK_FORMAT": "polygon"})
     with pytest.raises(ConfigError, match="has no MapDataset of Detectron2"):
         Job(
-            model=torch.nn.Identity,
-            optimizer=torch.optim.SGD,
-            train_loader=lambda: [images],
+            model=torch.nn.Identity, optimizer=torch.optim.SGD, train_loader=lambda: [images]
         ).training_batch()
 
 

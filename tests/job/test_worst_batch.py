@@ -7,11 +7,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from detectron2.data import (
-    DatasetCatalog,
-    DatasetMapper,
-    build_detection_train_loader,
-)
+from detectron2.data import DatasetCatalog, DatasetMapper, build_detection_train_loader
 from detectron2.data.samplers import TrainingSampler
 from detectron2.data.transforms import AugInput, Augmentation, ResizeTransform
 from PIL import Image
