@@ -18,7 +18,7 @@ from d2_memfit.common.compat import create_ddp_model
 from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.engine.loss_check import check_losses
 from d2_memfit.job import losses_of
-from tests.engine.criteria_list import CRITERIA, WINDOWS
+from tests.engine.criteria_list import CRITERIA, WINDOWS, Sum, own_count
 
 LIMIT = 1e-3
 
@@ -265,14 +265,14 @@ def test_what_a_forward_changes_is_named_and_put_back():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-class Student(CRITERIA["OwnCount"].kind):
+class Student(Sum):
     def losses(self, batch):
         off = [self.boxes(rows) - self.teacher(rows).detach() for rows in self.rows(batch)]
         return {"loss_bbox": torch.cat(off).square().sum() / self.divisor(batch)}
 
 
 def test_a_teacher_that_starts_as_its_student_hides_nothing():
-    model = Student().double()
+    model = Student(own_count).double()
     model.teacher = copy.deepcopy(model.boxes)
     assert [*report_of(model, WINDOWS[0]).off] == ["loss_bbox"]
 
