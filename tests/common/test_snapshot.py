@@ -18,7 +18,9 @@ from d2_memfit.common.snapshot import Snapshot, changed_by_forward, state_of
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 
 
-class Meter:
+class Counting:
+    __slots__ = ()
+
     def __init__(self):
         self.count = 0
         self.seen = []
@@ -28,16 +30,15 @@ class Meter:
         self.seen.append(self.count)
 
 
-class Slotted:
+class Meter(Counting):
+    """Its attributes are in its dict."""
+
+
+class Slotted(Counting):
     __slots__ = ("count", "later", "seen")
 
-    def __init__(self):
-        self.count = 0
-        self.seen = []
-
     def change(self):
-        self.count += 1
-        self.seen.append(self.count)
+        super().change()
         self.later = 1
 
     def __str__(self):

@@ -23,14 +23,12 @@ NAME = "registered"
 
 
 @pytest.fixture
-def dicts(coins):
+def dicts(coins, catalogs):
     """Those of a dataset that is registered by a function, as projects do. They may be changed."""
     dicts = copy.deepcopy(DatasetCatalog.get("coins_val")[:4])
     DatasetCatalog.register(NAME, lambda: copy.deepcopy(dicts))
     MetadataCatalog.get(NAME).thing_classes = ["coin"]
-    yield dicts
-    DatasetCatalog.remove(NAME)
-    MetadataCatalog.remove(NAME)
+    return dicts
 
 
 @pytest.fixture
