@@ -139,35 +139,15 @@ for _name, _divisor, _options in (
 
 
 @criterion()
-class MeanOfMeans(Detector):
-    """A mean over all images of means over their objects."""
-
-    def losses(self, batch):
-        means = [(self.boxes(r) ** 2).sum() / max(len(r), 1) for r in self.rows(batch)]
-        return {"loss_bbox": torch.stack(means).mean()}
-
-
-@criterion()
-class ClassBalanced(Detector):
-    """Each class has the same weight: the mean of means over classes."""
+class ClassCountsOverRanks(Detector):
+    """A vector of counts, with which each class has the same weight."""
 
     def losses(self, batch):
         labels = torch.cat([image["instances"].gt_classes for image in batch])
         logits = self.classes(torch.cat(self.rows(batch)))
         each = F.cross_entropy(logits, labels, reduction="none")
-        counts = self.counts(F.one_hot(labels, CLASSES).sum(0))
+        counts = reduce_mean(F.one_hot(labels, CLASSES).sum(0)).clamp(min=1)
         return {"loss_cls": (each / counts[labels]).sum() / CLASSES}
-
-    def counts(self, own):
-        return own.clamp(min=1)
-
-
-@criterion()
-class ClassCountsOverRanks(ClassBalanced):
-    """A vector of counts."""
-
-    def counts(self, own):
-        return reduce_mean(own).clamp(min=1)
 
 
 class ScaleGradient(torch.autograd.Function):
