@@ -191,9 +191,7 @@ class KeepsItself(Model):
 
 
 def test_a_module_can_save_and_restore_its_own():
-    seen = train(
-        [1], lambda m: m.state.append(2), lambda m: m.state, num_iterations=1, model=KeepsItself
-    )
+    seen = train([1], lambda m: m.state.append(2), lambda m: m.state, model=KeepsItself)
     assert seen == ["[1]", "[1, 'restored']", "[1, 'restored', 2]"]
 
 

@@ -20,7 +20,6 @@ from monitored import cheap_trainer
 from tiny import ROOT, images, read_metrics, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, MemfitTrainer, get_cfg, memory
-from d2_memfit.common import compat
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.build import job_hooks
 from d2_memfit.engine.hooks import (
@@ -80,11 +79,8 @@ def test_a_peak_is_that_since_the_last_report(monkeypatch):
 
 
 def report_on_rank(rank):
-    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
-    model = compat.create_ddp_model(model, broadcast_buffers=False)
     ballast = torch.ones(2**25) if rank else None  # 128 MiB
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    trainer = AccumulatingTrainer(model, [images(1)] * 2, optimizer)
+    trainer = cheap_trainer()
     trainer.register_hooks([MemoryMonitor(2)])
     trainer.train(0, 2)
     del ballast

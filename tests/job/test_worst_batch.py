@@ -154,14 +154,20 @@ def test_crops_come_before_resizing(dataset, kind, size, expected):
     assert sorted(found) == pytest.approx(sorted(expected), abs=16)
 
 
-def test_where_crops_have_any_size_the_largest_of_200_is_taken_and_that_is_said(
-    dataset, monkeypatch
-):
-    mapped = []
-    call = DatasetMapper.__call__
-    monkeypatch.setattr(
-        DatasetMapper, "__call__", lambda *args: mapped.append(call(*args)) or mapped[-1]
-    )
+@pytest.fixture
+def mapped(monkeypatch):
+    """Pairs of a dict that Detectron2's mapper was given, and what it made of it."""
+    pairs, call = [], DatasetMapper.__call__
+
+    def noted(self, d):
+        pairs.append((d, call(self, d)))
+        return pairs[-1][1]
+
+    monkeypatch.setattr(DatasetMapper, "__call__", noted)
+    return pairs
+
+
+def test_where_crops_have_any_size_the_largest_of_200_is_taken_and_that_is_said(dataset, mapped):
     cfg = make_cfg(DATASETS__TRAIN=(dataset,))
     assert Job.from_cfg(cfg, 1).batches.at_least == ()
     assert len(mapped) < 20
@@ -172,7 +178,7 @@ def test_where_crops_have_any_size_the_largest_of_200_is_taken_and_that_is_said(
         "augmentations draw the sizes of images: the largest of 200 is taken",
     )
     assert len(mapped) == 201  # the first tells the lengths of the resize
-    most = max(d["image"][0].nelement() for d in mapped[1:])
+    most = max(d["image"][0].nelement() for _, d in mapped[1:])
     (image,) = job.training_batch(1)
     assert image["image"][0].nelement() > 0.95 * most  # padded to a multiple of 32 pixels
     again = Job.from_cfg(cfg, 1).training_batch(1)
@@ -219,21 +225,13 @@ def test_the_datasets_own_annotations_are_repeated_for_more_instances(catalogs):
 
 
 @pytest.mark.parametrize("crops", [False, True])
-def test_a_crowded_image_is_mapped_once_if_no_object_is_lost(crops, monkeypatch):
-    mapped = []
-    call = DatasetMapper.__call__
-
-    def noted(self, d):
-        if len(d["annotations"]) > 2:
-            mapped.append((d["height"], d["width"]))
-        return call(self, d)
-
-    monkeypatch.setattr(DatasetMapper, "__call__", noted)
+def test_a_crowded_image_is_mapped_once_if_no_object_is_lost(crops, mapped):
     cfg = make_cfg()
     cfg.INPUT.CROP.ENABLED, cfg.INPUT.CROP.TYPE = crops, "absolute_range"
     cfg.INPUT.CROP.SIZE = [300, 600]
     assert len(sizes(cfg, 2)) == 2
-    assert len(mapped) == (8 if crops else 1)  # a crop loses objects of both images
+    crowded = [d for d, _ in mapped if len(d["annotations"]) > 2]
+    assert len(crowded) == (8 if crops else 1)  # a crop loses objects of both images
 
 
 class ResizeShortestEdge(Augmentation):
