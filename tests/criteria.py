@@ -126,6 +126,26 @@ class Fcos(Detector):
         }
 
 
+class ClassMeans(Detector):
+    """A mean over objects, weighted by their classes: no rule tells the sum of the weights."""
+
+    cross_entropy = staticmethod(F.cross_entropy)
+
+    def __init__(self):
+        super().__init__()
+        self.classes = nn.Linear(CHANNELS, CLASSES)
+
+    def forward(self, batch):
+        logits = self.classes(self.features(batch).mean((2, 3)))
+        per_object = [logits[i].expand(len(x["instances"]), -1) for i, x in enumerate(batch)]
+        labels = F.pad(torch.cat([x["instances"].gt_classes for x in batch]), (0, 1), value=-100)
+        if len(labels) == 1:  # which is ignored
+            return {"loss_cls": logits.sum() * 0}
+        weights = torch.tensor([1.0, 5.0, 0.3], dtype=logits.dtype)
+        logits = torch.cat([*per_object, logits[:1]])
+        return {"loss_cls": self.cross_entropy(logits, labels, weights)}
+
+
 def annotated_images(numbers_of_objects, seed=0, sizes=((32, 32),)):
     """Images of some sizes with so many objects each, whose boxes are shares of their size."""
     generator = torch.Generator().manual_seed(seed)

@@ -26,11 +26,6 @@ def test_classes_are_in_the_order_of_detectron2(coins, tmp_path):
     assert without.startswith("id 1000 of ")
 
 
-def crowd_only(coco):
-    for a in coco["annotations"]:
-        a["iscrowd"] = 1
-
-
 def set_in_first(key, field, value):
     def change(coco):
         coco[key][0][field] = value
@@ -42,7 +37,7 @@ def set_in_first(key, field, value):
     "change",
     [
         lambda coco: coco.update(images=[]),
-        crowd_only,
+        lambda coco: [a.update(iscrowd=1) for a in coco["annotations"]],
         lambda coco: coco["images"][0].pop("id"),
         set_in_first("annotations", "category_id", 9),
         set_in_first("annotations", "id", 2),

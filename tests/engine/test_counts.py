@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from criteria import Detector, Detr, Fcos, annotated_images, get_world_size
+from criteria import ClassMeans, Detector, Detr, Fcos, annotated_images, get_world_size
 from detectron2.utils.events import EventStorage, get_event_storage
 from tiny import images, tiny_cfg, tiny_model
 from torch import nn
@@ -36,23 +35,6 @@ class Counted(Detector):
         scores = self.scores(self.features(batch))
         num_boxes = window_count(sum(len(image["instances"]) for image in batch))
         return {"loss": scores.abs().sum() / num_boxes + scores.sigmoid().mean((1, 2, 3)).mean()}
-
-
-class ClassMeans(Detector):
-    """A mean over objects, weighted by their classes: no rule tells the sum of the weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.classes = nn.Linear(8, 3)
-
-    def forward(self, batch):
-        logits = self.classes(self.features(batch).mean((2, 3)))
-        per_object = [logits[i].expand(len(x["instances"]), -1) for i, x in enumerate(batch)]
-        labels = F.pad(torch.cat([x["instances"].gt_classes for x in batch]), (0, 1), value=-100)
-        if len(labels) == 1:  # which is ignored
-            return {"loss_cls": logits.sum() * 0}
-        weights = torch.tensor([1.0, 5.0, 0.3], dtype=logits.dtype)
-        return {"loss_cls": F.cross_entropy(torch.cat([*per_object, logits[:1]]), labels, weights)}
 
 
 def gradients(kind, windows, forwards=None, **options):

@@ -1,13 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """An evaluation goes on with the same results after a batch did not fit."""
 
-import json
 import pickle
 
 import pytest
 import torch
 from detectron2.evaluation import inference_on_dataset
-from injection import Injector
+from injection import Injector, read_record
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.common.errors import OutOfMemoryError
@@ -44,10 +43,6 @@ def assert_same_outputs(actual, expected):
                 torch.testing.assert_close(x, y)
 
 
-def actions(folder):
-    return [json.loads(line)["action"] for line in (folder / "memfit_oom.jsonl").open()]
-
-
 def fail_with(model, num_images):
     """Let the forward of a model fail with so many images or more, before it computes."""
     forward = model.forward
@@ -78,7 +73,7 @@ def test_results_are_the_same_one_image_at_a_time(family, tmp_path):
     fail_with(model, 2)
     actual = evaluate(model, RecoveryOptions(output_dir=str(tmp_path)))
     assert_same_outputs(actual, expected)
-    assert actions(tmp_path) == [
+    assert [event["action"] for event in read_record(tmp_path)] == [
         "results are post-processed on the host",
         "the images are run one at a time",
     ]

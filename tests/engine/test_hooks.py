@@ -15,7 +15,7 @@ import torch
 from detectron2.data import build_detection_train_loader
 from detectron2.engine import hooks
 from detectron2.utils.events import JSONWriter
-from injection import Injector
+from injection import InjectedTrainer, Injector
 from monitored import cheap_trainer
 from tiny import ROOT, images, read_metrics, tiny_cfg, tiny_model
 
@@ -29,7 +29,6 @@ from d2_memfit.engine.hooks import (
     PeakRecorder,
     rises_steadily,
 )
-from d2_memfit.engine.oom_log import observed
 from d2_memfit.engine.run_state import GatherStates
 from d2_memfit.job import Job
 from d2_memfit.memory import FIGURES
@@ -153,16 +152,12 @@ def test_only_steady_growth_is_a_leak(kind):
         assert rises_steadily(values, 8 * KIB * 400) == leaks
 
 
-class Failing(AccumulatingTrainer):
+class Failing(InjectedTrainer):
     """Memory runs out in each iteration, once."""
 
     def run_step(self):
         self.injector = Injector([50])
         super().run_step()
-
-    def _forward(self, micro_batch):
-        with observed(self.out_of_memory_observers), self.injector:
-            return super()._forward(micro_batch)
 
 
 @pytest.mark.parametrize("recovers", [False, True])

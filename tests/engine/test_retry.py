@@ -2,7 +2,6 @@
 """A window that ran out of memory ends as one that did not."""
 
 import gc
-import json
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -15,6 +14,7 @@ from injection import (
     Injector,
     everything,
     iterate,
+    read_record,
     scripted,
     seed_all,
 )
@@ -60,10 +60,6 @@ def sgd(model):
 
 def batches(num=100):
     return [images(2, first=2 * i) for i in range(num)]
-
-
-def read_record(folder):
-    return [json.loads(line) for line in (folder / "memfit_oom.jsonl").open()]
 
 
 def model_with_trainable_bn(family, fpn=True):

@@ -18,7 +18,8 @@ from detectron2.data.datasets import load_sem_seg
 from detectron2.engine import DefaultTrainer
 from detectron2.structures import BitMasks, Instances
 
-from d2_memfit import Job, get_cfg
+from d2_memfit import Job
+from d2_memfit.config.load import load_cfg
 from d2_memfit.job.datasets import statistics_of
 from d2_memfit.job.mapper import tiles
 
@@ -73,11 +74,8 @@ class PanopticTrainer(DefaultTrainer):
 
 
 def make_cfg(name, **keys):
-    cfg = get_cfg()
+    cfg = load_cfg("Base-RCNN-FPN")
     cfg.MODEL.DEVICE, cfg.MODEL.META_ARCHITECTURE = "cpu", "SemanticSegmentor"
-    cfg.MODEL.BACKBONE.NAME = "build_resnet_fpn_backbone"
-    cfg.MODEL.RESNETS.OUT_FEATURES = ["res2", "res3", "res4", "res5"]
-    cfg.MODEL.FPN.IN_FEATURES = ["res2", "res3", "res4", "res5"]
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (name,), ()
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (100,), 200
