@@ -124,6 +124,15 @@ def coins(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def catalogs(monkeypatch):
+    """What a test registers in Detectron2's catalogs is gone after it."""
+    from detectron2.data import DatasetCatalog, MetadataCatalog
+
+    for catalog in (DatasetCatalog, MetadataCatalog):
+        monkeypatch.setattr(catalog, "data", dict(catalog.data))
+
+
 def ranks(number):
     from ranks import Ranks
 

@@ -1,6 +1,7 @@
 # Copyright (c) the d2_memfit developers.
 """Trainers that run out of memory wherever a test wants it, and show what they did."""
 
+import json
 import random
 from functools import partial
 
@@ -56,6 +57,11 @@ class FailingTrainer(AccumulatingTrainer):
     def _maybe_fail(self):
         if self.fails([image["image_id"] for image in self._current]):
             raise torch.OutOfMemoryError("CUDA out of memory. injected")
+
+
+def read_record(folder):
+    """The out-of-memory errors of a run."""
+    return [json.loads(line) for line in (folder / "memfit_oom.jsonl").open()]
 
 
 def scripted(sizes):

@@ -147,11 +147,8 @@ def made_up_card(**options):
             there = property(lambda tensor, value=value: value)
             stack.enter_context(patch.object(torch.Tensor, name, there, create=True))
         stack.enter_context(patch.object(OwnerMeter, "__init__", _of_cpu(OwnerMeter.__init__)))
-        private = {
-            "_cuda_clearCublasWorkspaces": lambda: None,
-        }
-        for name, function in private.items():
-            stack.enter_context(patch.object(torch._C, name, function, create=True))
+        clear = patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True)
+        stack.enter_context(clear)
         memory = torch.cuda.memory
         stack.enter_context(patch.object(memory, "_record_memory_history", lambda **_: None))
         stack.enter_context(patch.object(memory, "_dump_snapshot", _dump))

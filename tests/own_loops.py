@@ -32,19 +32,18 @@ class OnlySteps:
         with EventStorage(self.start_iter) as self.storage:
             for iteration in range(self.start_iter, self.max_iter):
                 self.iter = iteration
-                self.run_step()
+                self.train_iteration()
                 self.storage.step()
 
+    def train_iteration(self):
+        self.run_step()
 
-class StepsItself:
-    """It calls no hooks, and has its own forward and backward."""
 
-    def train(self):
-        with EventStorage(self.start_iter) as self.storage:
-            for iteration in range(self.start_iter, self.max_iter):
-                self.iter = iteration
-                losses = self.model(next(self._trainer._data_loader_iter))
-                self.optimizer.zero_grad()
-                sum(losses.values()).backward()
-                self.optimizer.step()
-                self.storage.step()
+class StepsItself(OnlySteps):
+    """It has its own forward and backward, too."""
+
+    def train_iteration(self):
+        losses = self.model(next(self._trainer._data_loader_iter))
+        self.optimizer.zero_grad()
+        sum(losses.values()).backward()
+        self.optimizer.step()

@@ -16,7 +16,6 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from detectron2.data import DatasetCatalog, MetadataCatalog
 from forks import run_forked
 from PIL import Image
 from tiny import ROOT, tiny_cfg
@@ -229,7 +228,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def ended(folder, tmp_path, capsys, monkeypatch, alarm):
+def ended(folder, tmp_path, capsys, monkeypatch, alarm, catalogs):
     """Runs a command to its end, and gives its status, what it says, and names of places."""
 
     def call(row):
@@ -247,13 +246,8 @@ def ended(folder, tmp_path, capsys, monkeypatch, alarm):
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.setattr(train, "launch", None)  # nothing is started
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2**30 // 12)  # rfdetr has a limit of its own
-        try:
-            with pytest.raises(SystemExit) as e:
-                main([command, *(word.format(**places) for word in [*arguments, *keys])])
-        finally:
-            if "h" in DatasetCatalog.list():
-                DatasetCatalog.remove("h")
-                MetadataCatalog.remove("h")
+        with pytest.raises(SystemExit) as e:
+            main([command, *(word.format(**places) for word in [*arguments, *keys])])
         return e.value.code, capsys.readouterr().err, places
 
     return call

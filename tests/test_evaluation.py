@@ -38,7 +38,7 @@ def test_keypoints_that_are_not_cocos_are_evaluated(tmp_path):
 
 
 @pytest.fixture
-def evaluated(coins, tmp_path):
+def evaluated(coins, tmp_path, catalogs):
     """Gives the AP of perfect predictions on six coins whose annotations have some ids."""
 
     def evaluate(ids):
@@ -66,8 +66,7 @@ def evaluated(coins, tmp_path):
                 evaluator.process([{"image_id": image["id"]}], [{"instances": found}])
             return evaluator.evaluate()["bbox"]["AP"]
 
-    yield evaluate
-    MetadataCatalog.pop("ids", None)
+    return evaluate
 
 
 @pytest.mark.parametrize("ids", [range(6), [1, 2, 3, 1, 2, 3], [-1, 1, 2, 3, 4, 5], list("abcdef")])

@@ -54,10 +54,7 @@ OPTIONS = {
         "intermediate_size": 64,
         "dropout": 0.0,
     },
-    "rt_detr_v2": {
-        **_HYBRID,
-        "backbone_config": _resnet("rt_detr_resnet", out_indices=[2, 3, 4]),
-    },
+    "rt_detr_v2": {**_HYBRID, "backbone_config": _resnet("rt_detr_resnet", out_indices=[2, 3, 4])},
     "mask2former": {
         "backbone_config": _resnet("resnet", out_features=["stage1", "stage2", "stage3", "stage4"]),
         "feature_size": 32,

@@ -8,13 +8,7 @@ import torch
 import torch.distributed as dist
 from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.data import build_detection_train_loader
-from detectron2.engine import (
-    DefaultTrainer,
-    SimpleTrainer,
-    TrainerBase,
-    create_ddp_model,
-    hooks,
-)
+from detectron2.engine import DefaultTrainer, SimpleTrainer, TrainerBase, create_ddp_model, hooks
 from detectron2.utils import comm
 from detectron2.utils.env import seed_all_rng
 from detectron2.utils.events import EventStorage, get_event_storage

@@ -18,7 +18,9 @@ from d2_memfit.common.snapshot import Snapshot, changed_by_forward, state_of
 from d2_memfit.config.settings import NormalizerOptions, RecoveryOptions
 
 
-class Meter:
+class Counting:
+    __slots__ = ()
+
     def __init__(self):
         self.count = 0
         self.seen = []
@@ -28,16 +30,15 @@ class Meter:
         self.seen.append(self.count)
 
 
-class Slotted:
+class Meter(Counting):
+    """Its attributes are in its dict."""
+
+
+class Slotted(Counting):
     __slots__ = ("count", "later", "seen")
 
-    def __init__(self):
-        self.count = 0
-        self.seen = []
-
     def change(self):
-        self.count += 1
-        self.seen.append(self.count)
+        super().change()
         self.later = 1
 
     def __str__(self):
@@ -85,10 +86,6 @@ def ema(model):
     model.teacher.weight.data = model.teacher.weight.data * 0.9 + 0.1
 
 
-def draw(model):
-    return model.state.random() if hasattr(model.state, "random") else model.state.rand()
-
-
 KINDS = {
     "list": ([1], lambda m: m.state.append(2), lambda m: m.state),
     "deque": (deque([1, 2], maxlen=2), lambda m: m.state.append(3), lambda m: m.state),
@@ -126,11 +123,7 @@ KINDS = {
     "object": (Meter(), lambda m: m.state.change(), lambda m: vars(m.state)),
     "buffer": (0, lambda m: setattr(m, "queue", torch.ones(2)), lambda m: m.queue),
     "frozen parameter": (0, ema, lambda m: m.teacher.weight.data),
-    "parameter": (
-        0,
-        lambda m: m.teacher.weight.data.mul_(0.9),
-        lambda m: m.teacher.weight.data,
-    ),
+    "parameter": (0, lambda m: m.teacher.weight.data.mul_(0.9), lambda m: m.teacher.weight.data),
     "hidden module": (
         [torch.nn.Linear(2, 2).requires_grad_(False)],
         lambda m: setattr(m.state[0], "steps", 1) or m.state[0].register_buffer("b", None),
@@ -198,9 +191,7 @@ class KeepsItself(Model):
 
 
 def test_a_module_can_save_and_restore_its_own():
-    seen = train(
-        [1], lambda m: m.state.append(2), lambda m: m.state, num_iterations=1, model=KeepsItself
-    )
+    seen = train([1], lambda m: m.state.append(2), lambda m: m.state, model=KeepsItself)
     assert seen == ["[1]", "[1, 'restored']", "[1, 'restored', 2]"]
 
 

@@ -9,17 +9,6 @@ from d2_memfit.common.errors import DataError
 from d2_memfit.data.coco_file import check_coco_file
 
 
-def test_coins_are_fine(coins):
-    file = check_coco_file("coins_val", str(coins / "val.json"), str(coins / "val"), True)
-    summary = file.summary
-    assert (file.classes, summary.num_images, set(summary.cases)) == (
-        ("coin",),
-        16,
-        {"no_keypoints"},
-    )
-    assert summary.cases["no_keypoints"].number == summary.num_objects > 16
-
-
 def test_classes_are_in_the_order_of_detectron2(coins, tmp_path):
     coco = json.loads((coins / "val.json").read_text())
     coco["categories"] = [{"id": 7, "name": "note"}, {"id": 1, "name": "coin"}]
@@ -29,15 +18,12 @@ def test_classes_are_in_the_order_of_detectron2(coins, tmp_path):
     file = tmp_path / "other.json"
     file.write_text(json.dumps(coco))
     found = check_coco_file("other", str(file), None, True)
-    assert found.classes == ("coin", "note")
-    assert found.summary.num_objects == len(coco["annotations"]) - 1
-    (without,) = found.summary.cases["no_mask"].examples
+    assert (found.classes, found.summary.num_images) == (("coin", "note"), 16)
+    cases, number = found.summary.cases, len(coco["annotations"]) - 1
+    assert set(cases) == {"no_keypoints", "no_mask"}
+    assert cases["no_keypoints"].number == found.summary.num_objects == number
+    (without,) = cases["no_mask"].examples
     assert without.startswith("id 1000 of ")
-
-
-def crowd_only(coco):
-    for a in coco["annotations"]:
-        a["iscrowd"] = 1
 
 
 def set_in_first(key, field, value):
@@ -51,7 +37,7 @@ def set_in_first(key, field, value):
     "change",
     [
         lambda coco: coco.update(images=[]),
-        crowd_only,
+        lambda coco: [a.update(iscrowd=1) for a in coco["annotations"]],
         lambda coco: coco["images"][0].pop("id"),
         set_in_first("annotations", "category_id", 9),
         set_in_first("annotations", "id", 2),

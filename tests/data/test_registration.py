@@ -4,7 +4,7 @@
 import json
 
 import pytest
-from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data import DatasetCatalog
 from detectron2.data.detection_utils import create_keypoint_hflip_indices
 
 from d2_memfit import get_cfg
@@ -50,7 +50,7 @@ def test_all_files_of_builtin_datasets_that_are_not_on_disk_are_named_at_once():
         assert file in str(e.value)
 
 
-def test_keypoints_of_a_users_own_can_be_flipped(coins, tmp_path):
+def test_keypoints_of_a_users_own_can_be_flipped(coins, tmp_path, catalogs):
     coco = json.loads((coins / "val.json").read_text())
     coco["categories"][0]["keypoints"] = ["left_edge", "middle", "right_edge"]
     for a in coco["annotations"]:
@@ -58,10 +58,5 @@ def test_keypoints_of_a_users_own_can_be_flipped(coins, tmp_path):
     file = tmp_path / "keypoints.json"
     file.write_text(json.dumps(coco))
     register_coco("coins_with_keypoints", str(file), str(coins / "val"))
-    try:
-        assert DatasetCatalog.get("coins_with_keypoints")[0]["annotations"][0]["keypoints"]
-        flipped = create_keypoint_hflip_indices(["coins_with_keypoints"])
-        assert list(flipped) == [2, 1, 0]
-    finally:
-        DatasetCatalog.remove("coins_with_keypoints")
-        MetadataCatalog.remove("coins_with_keypoints")
+    assert DatasetCatalog.get("coins_with_keypoints")[0]["annotations"][0]["keypoints"]
+    assert list(create_keypoint_hflip_indices(["coins_with_keypoints"])) == [2, 1, 0]

@@ -6,19 +6,18 @@ Which ones are wrong is not written here. ``test_loss_check.py`` computes it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from criteria import get_world_size, is_initialized
-from detectron2.structures import Boxes, Instances
+from criteria import CLASSES, annotated_images, num_boxes_of, num_objects, reduce_mean
 from detectron2.utils.events import get_event_storage
 from torch import nn
 
 from d2_memfit import window_count
 
-CHANNELS, CLASSES = 6, 3
+CHANNELS = 6
 SIZES = ((24, 32), (32, 24), (32, 32), (16, 32))
 OBJECTS = [
     (10, 3, 0, 5),
@@ -30,33 +29,10 @@ OBJECTS = [
 ]
 
 
-def annotated_images(numbers_of_objects, seed):
-    """Images of several sizes with so many objects each."""
-    generator = torch.Generator().manual_seed(seed)
-    images = []
-    for i, objects in enumerate(numbers_of_objects):
-        height, width = SIZES[(i + seed) % len(SIZES)]
-        scale = torch.tensor([width, height])
-        corners = torch.rand(objects, 2, generator=generator) * 0.6
-        sizes = 0.1 + torch.rand(objects, 2, generator=generator) * 0.3
-        instances = Instances((height, width))
-        instances.gt_boxes = Boxes(torch.cat([corners * scale, (corners + sizes) * scale], 1))
-        instances.gt_classes = torch.randint(CLASSES, (objects,), generator=generator)
-        tint = torch.rand(3, 1, 1, generator=generator) * 2 * (1 + i % 3)
-        images.append(
-            {
-                "file_name": f"{i}.jpg",
-                "image_id": i,
-                "height": height,
-                "width": width,
-                "image": torch.rand(3, height, width, generator=generator) * tint,
-                "instances": instances,
-            }
-        )
-    return images
-
-
-WINDOWS = [annotated_images(numbers, seed) for seed, numbers in enumerate(OBJECTS)]
+WINDOWS = [annotated_images(numbers, seed, SIZES) for seed, numbers in enumerate(OBJECTS)]
+for _window in WINDOWS:
+    for _number, _image in enumerate(_window):
+        _image["image"] *= 1 + _number % 3  # they differ
 
 
 @dataclass
@@ -85,30 +61,6 @@ def criterion(**kwargs):
         return kind
 
     return listed
-
-
-def summed(count):
-    """A count in the mean of ranks, without a limit."""
-    count = torch.as_tensor(count, dtype=torch.float64).clone()
-    if is_initialized() and get_world_size() > 1:
-        dist.all_reduce(count)
-    return count / get_world_size()
-
-
-def num_boxes_of(batch):
-    """As in DETR."""
-    num_boxes = torch.as_tensor([float(num_objects(batch))], dtype=torch.float)
-    if is_initialized():
-        dist.all_reduce(num_boxes)
-    return torch.clamp(num_boxes / get_world_size(), min=1).item()
-
-
-def num_objects(batch):
-    return sum(len(image["instances"]) for image in batch)
-
-
-def classes_of(batch):
-    return torch.cat([image["instances"].gt_classes for image in batch])
 
 
 class Detector(nn.Module):
@@ -151,95 +103,51 @@ class Detector(nn.Module):
         for features, image in zip(self.maps(batch), batch):
             boxes = image["instances"].gt_boxes.tensor
             height, width = features.shape[2:]
-            x = ((boxes[:, 0] + boxes[:, 2]) / 8).long().clamp(0, width - 1)
-            y = ((boxes[:, 1] + boxes[:, 3]) / 8).long().clamp(0, height - 1)
-            place = torch.cat([boxes / 32, boxes[:, :2] / 64], 1).to(features.dtype)
+            centers = (boxes[:, :2] + boxes[:, 2:]) / 2 * torch.tensor([width, height])
+            x, y = centers.long().T
+            place = torch.cat([boxes, boxes[:, :2] / 2], 1).to(features.dtype)
             found.append(features[0, :, y, x].T + place)
         return found
 
-    def wanted_boxes(self, batch):
-        """[objects, 4] of the batch, as shares of 32 pixels."""
-        boxes = torch.cat([image["instances"].gt_boxes.tensor for image in batch])
-        return boxes.to(self.boxes.weight.dtype) / 32
-
-    def l1(self, batch):
-        """[objects] of the batch."""
-        return (self.boxes(torch.cat(self.rows(batch))) - self.wanted_boxes(batch)).abs().sum(1)
-
-    def logits(self, batch):
-        """[objects, CLASSES] of the batch."""
-        return self.classes(torch.cat(self.rows(batch)))
-
-    def cross_entropies(self, batch):
-        return F.cross_entropy(self.logits(batch), classes_of(batch), reduction="none")
-
 
 class Sum(Detector):
-    """A sum over objects."""
+    """A sum over objects, divided by a function of the batch."""
+
+    def __init__(self, divisor):
+        super().__init__()
+        self.divisor = divisor
 
     def losses(self, batch):
-        return {"loss_bbox": self.l1(batch).sum() / self.divisor(batch)}
-
-    def divisor(self, batch):
-        raise NotImplementedError
-
-
-@criterion()
-class NumBoxesOverRanks(Sum):
-    """DETR, Mask2Former, Sparse R-CNN."""
-
-    def divisor(self, batch):
-        return num_boxes_of(batch)
+        wanted = torch.cat([image["instances"].gt_boxes.tensor for image in batch])
+        off = self.boxes(torch.cat(self.rows(batch))) - wanted.to(self.boxes.weight.dtype)
+        return {"loss_bbox": off.abs().sum() / self.divisor(batch)}
 
 
-@criterion()
-class WindowCount(Sum):
-    def divisor(self, batch):
-        return window_count(num_objects(batch))
+def own_count(batch):
+    return max(num_objects(batch), 1)
 
 
-@criterion()
-class OwnCount(Sum):
-    def divisor(self, batch):
-        return max(num_objects(batch), 1)
+for _name, _divisor, _options in (
+    ("NumBoxesOverRanks", num_boxes_of, {}),  # DETR, Mask2Former, Sparse R-CNN
+    ("WindowCount", lambda batch: window_count(num_objects(batch)), {}),
+    ("OwnCount", own_count, {}),
+    ("PlainSum", lambda batch: 1, {}),
+    ("ObjectsByKey", own_count, {"losses": [["loss_bbox", "objects"]]}),
+    ("SumByKey", lambda batch: 1, {"losses": [["loss_b*", "sum"]]}),
+):
+    CRITERIA[_name] = Criterion(partial(Sum, _divisor), _options)
 
 
 @criterion()
-class PlainSum(Sum):
-    def divisor(self, batch):
-        return 1
-
-
-@criterion()
-class MeanOfMeans(Detector):
-    """A mean over all images of means over their objects."""
+class ClassCountsOverRanks(Detector):
+    """A vector of counts, with which each class has the same weight."""
 
     def losses(self, batch):
-        means = [(self.boxes(r) ** 2).sum() / max(len(r), 1) for r in self.rows(batch)]
-        return {"loss_bbox": torch.stack(means).mean()}
-
-
-@criterion()
-class ClassBalanced(Detector):
-    """Each class has the same weight: the mean of means over classes."""
-
-    num_classes = CLASSES
-
-    def losses(self, batch):
-        labels = classes_of(batch)
-        counts = self.counts(F.one_hot(labels, self.num_classes).sum(0))
-        return {"loss_cls": (self.cross_entropies(batch) / counts[labels]).sum() / CLASSES}
-
-    def counts(self, own):
-        return own.clamp(min=1)
-
-
-@criterion()
-class ClassCountsOverRanks(ClassBalanced):
-    """A vector of counts."""
-
-    def counts(self, own):
-        return summed(own).clamp(min=1)
+        labels = torch.cat([image["instances"].gt_classes for image in batch])
+        logits = self.classes(torch.cat(self.rows(batch)))
+        each = F.cross_entropy(logits, labels, reduction="none")
+        counts = reduce_mean(F.one_hot(labels, CLASSES).sum(0)).clamp(min=1)
+        return {"loss_cls": (each / counts[labels]).sum() / CLASSES}
 
 
 class ScaleGradient(torch.autograd.Function):
@@ -339,7 +247,3 @@ class Dropout(Detector):
     def losses(self, batch):
         pooled = F.dropout(self.pooled(batch), 0.2, self.training)
         return {"loss_dropped": self.quality(pooled).exp().mean()}
-
-
-CRITERIA["ObjectsByKey"] = Criterion(OwnCount, {"losses": [["loss_bbox", "objects"]]})
-CRITERIA["SumByKey"] = Criterion(PlainSum, {"losses": [["loss_b*", "sum"]]})

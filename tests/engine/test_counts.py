@@ -9,8 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from criteria import Detector, Detr, Fcos, annotated_images, get_world_size
+from criteria import ClassMeans, Detector, Detr, Fcos, annotated_images, get_world_size
 from detectron2.utils.events import EventStorage, get_event_storage
 from tiny import images, tiny_cfg, tiny_model
 from torch import nn
@@ -38,37 +37,21 @@ class Counted(Detector):
         return {"loss": scores.abs().sum() / num_boxes + scores.sigmoid().mean((1, 2, 3)).mean()}
 
 
-class ClassMeans(Detector):
-    """A mean over objects, weighted by their classes: no rule tells the sum of the weights."""
-
-    def __init__(self):
-        super().__init__()
-        self.classes = nn.Linear(8, 3)
-
-    def forward(self, batch):
-        logits = self.classes(self.features(batch).mean((2, 3)))
-        per_object = [logits[i].expand(len(x["instances"]), -1) for i, x in enumerate(batch)]
-        labels = F.pad(torch.cat([x["instances"].gt_classes for x in batch]), (0, 1), value=-100)
-        if len(labels) == 1:  # which is ignored
-            return {"loss_cls": logits.sum() * 0}
-        weights = torch.tensor([1.0, 5.0, 0.3], dtype=logits.dtype)
-        return {"loss_cls": F.cross_entropy(torch.cat([*per_object, logits[:1]]), labels, weights)}
-
-
-def gradients(kind, windows, dtype=torch.float64, forwards=None, precision="float32", **options):
+def gradients(kind, windows, forwards=None, **options):
     """Gradients and losses of some iterations that change nothing."""
     torch.manual_seed(0)
-    model = kind().to(dtype)
+    model = compat.create_ddp_model(kind().double(), broadcast_buffers=False)
     if forwards is not None:
         model.register_forward_hook(lambda *_: forwards.append(1))
     sgd = torch.optim.SGD(model.parameters(), lr=0.0)
     loader = [batch for window in windows for batch in window]
-    trainer = AccumulatingTrainer(model, loader, sgd, precision=precision, **options)
+    trainer = AccumulatingTrainer(model, loader, sgd, **options)
     results, losses = [], []
     with EventStorage() as storage:
         for storage.iter in range(len(windows)):
             trainer.run_step()
-            results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+            results.append(torch.cat([gradient.flatten() for gradient in own]))
             losses.append({k: v for k, (v, _) in storage.latest().items() if "loss" in k})
     return results, losses
 
@@ -88,35 +71,43 @@ CUTS = {
 }
 
 
+def cut_gradients(kind, images=None, cut="4 x 1", **more):
+    """Those of windows that are cut into micro-batches."""
+    divide, options = CUTS[cut]
+    return gradients(kind, list(map(divide, images or images_of())), **options, **more)
+
+
+def assert_cut_as_full(kind, full_kind=None, images=None, limit=2e-7, **options):
+    """Windows have the gradients of one forward over their images."""
+    images = images or images_of()
+    full, full_losses = gradients(full_kind or kind, [[window] for window in images])
+    actual, losses = cut_gradients(kind, images, **options)
+    assert max(differences(actual, full)) < limit
+    for one, other in zip(losses, full_losses):
+        assert one == pytest.approx(other, rel=1e-5)
+    return full
+
+
 @pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_window_has_the_gradient_and_the_losses_of_one_forward(kind, cut):
-    images = images_of()
-    divide, options = CUTS[cut]
-    full, full_losses = gradients(kind, [[window] for window in images])
-    actual, losses = gradients(kind, list(map(divide, images)), **options)
-    assert max(differences(actual, full)) < 2e-7
-    for one, other in zip(losses, full_losses):
-        assert one == pytest.approx(other, rel=1e-5)
-    off, _ = gradients(kind, list(map(divide, images)), normalizers=NORMALIZERS["off"], **options)
+    full = assert_cut_as_full(kind, cut=cut)
+    off, _ = cut_gradients(kind, cut=cut, normalizers=NORMALIZERS["off"])
     assert max(differences(off, full)) > 0.01
 
 
 def test_a_pattern_that_matches_no_loss_is_an_error():
-    divide, options = CUTS["4 x 1"]
     wrong = NormalizerOptions(losses=[["loss_maks", "objects"]])
     with pytest.raises(ConfigError, match=r"no loss matches 'loss_maks'.*loss_ce, loss_bbox"):
-        gradients(Detr, list(map(divide, images_of())), normalizers=wrong, **options)
+        cut_gradients(Detr, normalizers=wrong)
 
 
 @pytest.mark.parametrize(("kind", "per_window"), [(Detr, 4), (Counted, 4), (Fcos, 8)])
 def test_only_counts_that_no_rule_tells_cost_a_forward(kind, per_window):
     images, forwards = images_of([(9, 3, 1, 5), (1, 8, 2, 6), (3, 7, 4, 9), (2, 1, 7, 2)]), []
-    divide, options = CUTS["4 x 1"]
-    windows = list(map(divide, images))
-    gradients(kind, windows, forwards=forwards, **options)
+    cut_gradients(kind, images, forwards=forwards)
     first = len(forwards)
-    gradients(kind, [*windows, windows[-1]], forwards=forwards, **options)
+    cut_gradients(kind, [*images, images[-1]], forwards=forwards)
     assert len(forwards) - 2 * first == per_window
 
 
@@ -166,20 +157,10 @@ def test_retinanet_is_divided_by_a_running_mean_of_windows():
         plain.run_step()
 
 
-def on_ranks(rank, num_ranks, kind, parts, policy, options):
+def on_ranks(rank, kind, parts, policy, options):
     """Gradients of this rank's images; ``parts`` are all ranks' batches of each iteration."""
-    torch.manual_seed(0)
-    model = compat.create_ddp_model(kind().double(), broadcast_buffers=False)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-    loader = [batch for iteration in parts for batch in iteration[rank]]
-    trainer = AccumulatingTrainer(model, loader, sgd, normalizers=NORMALIZERS[policy], **options)
-    results = []
-    with EventStorage() as storage:
-        for storage.iter in range(len(parts)):
-            trainer.run_step()
-            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-            results.append(torch.cat([gradient.flatten() for gradient in own]))
-    return results
+    windows = [iteration[rank] for iteration in parts]
+    return gradients(kind, windows, normalizers=NORMALIZERS[policy], **options)[0]
 
 
 @pytest.mark.parametrize("kind", [Detr, Fcos, Counted, ClassMeans])
@@ -191,7 +172,7 @@ def test_ranks_with_different_cuts_have_the_gradient_of_one_forward(ranks, kind,
     parts = [[[w[a:b], w[b:c]] for a, b, c in cuts] for w in images]
     full, _ = gradients(kind, [[window] for window in images])
     options = {"accumulation_steps": 2, "recovery": recovery and RecoveryOptions()}
-    for actual in ranks.run(on_ranks, ranks.num_ranks, kind, parts, "window", options):
+    for actual in ranks.run(on_ranks, kind, parts, "window", options):
         assert max(differences(actual, full)) < 2e-7
 
 
@@ -200,8 +181,8 @@ def test_a_mean_is_that_of_each_rank_if_no_batches_are_accumulated(two_ranks):
     images = [annotated_images((10, 3, 0, 5, 1, 7, 2), seed) for seed in range(2)]
     parts = [[[w[:3]], [w[3:]]] for w in images]
     options = {"recovery": RecoveryOptions()}
-    plain = two_ranks.run(on_ranks, 2, ClassMeans, parts, "off", options)
-    outcomes = two_ranks.run(on_ranks, 2, ClassMeans, parts, "window", options)
+    plain = two_ranks.run(on_ranks, ClassMeans, parts, "off", options)
+    outcomes = two_ranks.run(on_ranks, ClassMeans, parts, "window", options)
     for actual, expected in zip(outcomes, plain):
         assert max(differences(actual, expected)) < 2e-7
 
@@ -217,7 +198,7 @@ def without_memory(rank, place):
         if rank == 0:  # which checks, because it has the most objects
             patch.setattr(f"d2_memfit.engine.{place}.Snapshot", run_out)
         try:
-            return on_ranks(rank, 2, Fcos, parts, "window", {"recovery": RecoveryOptions()})
+            return on_ranks(rank, Fcos, parts, "window", {"recovery": RecoveryOptions()})
         except OutOfMemoryError as e:
             return str(e)
 
@@ -254,9 +235,9 @@ class Communicates(Detr):
         return losses
 
 
-def expected_error(rank, num_ranks, kind, parts, policy, options):
+def expected_error(*arguments):
     with pytest.raises(ConfigError) as error:
-        on_ranks(rank, num_ranks, kind, parts, policy, options)
+        on_ranks(*arguments)
     return str(error.value)
 
 
@@ -265,7 +246,7 @@ def expected_error(rank, num_ranks, kind, parts, policy, options):
 def test_split_with_a_model_that_communicates_is_an_error_on_all_ranks(name, policy, two_ranks):
     parts = [[[annotated_images((2, 3))]] * 2]
     kind, options = partial(Communicates, name), {"recovery": RecoveryOptions()}
-    errors = two_ranks.run(expected_error, 2, kind, parts, policy, options)
+    errors = two_ranks.run(expected_error, kind, parts, policy, options)
     assert errors[0] == errors[1]
     assert " in engine/test_counts.py:" in errors[0]
     assert "MEMFIT.OOM.POLICY raise" in errors[0]
@@ -284,7 +265,7 @@ def test_equal_cuts_of_a_model_that_communicates_are_trained(two_ranks):
     parts = [[[images[:1], images[1:2]], [images[2:3], images[3:]]]]
     full, _ = gradients(Detr, [[images]])
     kind, options = partial(Communicates, "all_reduce"), {"accumulation_steps": 2}
-    for actual, (log,) in two_ranks.run(with_warnings, 2, kind, parts, "window", options):
+    for actual, (log,) in two_ranks.run(with_warnings, kind, parts, "window", options):
         assert max(differences(actual, full)) < 2e-7
         assert "all_reduce in engine/test_counts.py:" in log
 
@@ -311,11 +292,7 @@ class Matches(Detector):
 
 
 def test_a_known_criterion_is_divided_by_the_count_of_the_window():
-    images = images_of()
-    full, _ = gradients(Matches, [[window] for window in images])
-    divide, options = CUTS["4 x 1"]
-    actual, _ = gradients(Matches, list(map(divide, images)), **options)
-    assert max(differences(actual, full)) < 1e-12
+    assert_cut_as_full(Matches, limit=1e-12)
 
 
 class Checkpointed(Detector):
@@ -337,8 +314,6 @@ class Checkpointed(Detector):
 @pytest.mark.parametrize("fails", [1, 4, 9, 13])
 def test_an_error_while_counts_are_taken_changes_nothing(fails):
     """One forward after another of the first window, of which some are only for its counts."""
-    images = images_of()
-    divide, options = CUTS["4 x 1"]
     forwards = []
 
     class Fails(Detr):
@@ -348,10 +323,7 @@ def test_an_error_while_counts_are_taken_changes_nothing(fails):
                 raise torch.OutOfMemoryError("CUDA out of memory. injected")
             return super().forward(batch)
 
-    full, _ = gradients(Detr, [[window] for window in images])
-    windows = list(map(divide, images))
-    actual, _ = gradients(Fails, windows, recovery=RecoveryOptions(), **options)
-    assert max(differences(actual, full)) < 2e-7
+    assert_cut_as_full(Fails, Detr, recovery=RecoveryOptions())
 
 
 def test_forwards_that_only_count_leave_no_trace():
@@ -363,17 +335,12 @@ def test_forwards_that_only_count_leave_no_trace():
             self.seen.append(self.steps)
             return super().forward(batch)
 
-    divide, options = CUTS["4 x 1"]
-    gradients(Steps, list(map(divide, images_of()[:2])), **options)
+    cut_gradients(Steps, images_of()[:2])
     assert Steps.seen[-4:] == [5, 6, 7, 8]
 
 
 def test_a_criterion_that_is_computed_again_in_the_backward_has_the_same_counts():
-    images = images_of([(10, 3, 0, 5), (4, 2, 0, 5)])
-    full, _ = gradients(Checkpointed, [[window] for window in images])
-    divide, options = CUTS["4 x 1"]
-    actual, _ = gradients(Checkpointed, list(map(divide, images)), **options)
-    assert max(differences(actual, full)) < 2e-7
+    assert_cut_as_full(Checkpointed, images=images_of([(10, 3, 0, 5), (4, 2, 0, 5)]))
 
 
 def test_a_resumed_run_does_not_check_again(log):
@@ -415,7 +382,6 @@ def test_nothing_stays_replaced():
     """A forward replaces methods of ProcessGroup and criteria, a function and a property."""
     owners = (dist.ProcessGroup, type(dist.GroupMember), torch._C._nn, SetCriterionDynamicK)
     before = [dict(vars(owner)) for owner in owners]
-    divide, options = CUTS["4 x 1"]
-    gradients(Matches, list(map(divide, images_of())), **options)
-    gradients(Detr, list(map(divide, images_of())), **options)
+    cut_gradients(Matches)
+    cut_gradients(Detr)
     assert [dict(vars(owner)) for owner in owners] == before

@@ -209,9 +209,9 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_iteration(
     assert two_ranks.run(run, tmp_path / "ended", start) == expected
 
 
-def ended_toy(folder, *own_hooks, checkpointer_class=MemfitCheckpointer):
+def ended_toy(folder, *own_hooks):
     """A run that saves only at its end; the error that ends it."""
-    trainer, checkpointer = trainer_of(folder, checkpointer_class, size=50)
+    trainer, checkpointer = trainer_of(folder, size=50)
     checkpointer.start_run()
     trainer._hooks.clear()
     trainer.register_hooks([*own_hooks, SaveOnEnding(checkpointer)])

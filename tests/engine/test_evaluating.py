@@ -1,13 +1,12 @@
 # Copyright (c) the d2_memfit developers.
 """An evaluation goes on with the same results after a batch did not fit."""
 
-import json
 import pickle
 
 import pytest
 import torch
 from detectron2.evaluation import inference_on_dataset
-from injection import Injector
+from injection import Injector, read_record
 from tiny import images, tiny_cfg, tiny_model
 
 from d2_memfit.common.errors import OutOfMemoryError
@@ -44,20 +43,16 @@ def assert_same_outputs(actual, expected):
                 torch.testing.assert_close(x, y)
 
 
-def actions(folder):
-    return [json.loads(line)["action"] for line in (folder / "memfit_oom.jsonl").open()]
+def fail_with(model, num_images):
+    """Let the forward of a model fail with so many images or more, before it computes."""
+    forward = model.forward
 
-
-class FailsOn:
-    """In place of a model's forward: fails where it is told to, before it computes."""
-
-    def __init__(self, model, condition):
-        self.forward, self.condition = model.forward, condition
-
-    def __call__(self, batch):
-        if self.condition(batch):
+    def failing(batch):
+        if len(batch) >= num_images:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return self.forward(batch)
+        return forward(batch)
+
+    model.forward = failing
 
 
 class Injected:
@@ -75,10 +70,10 @@ class Injected:
 def test_results_are_the_same_one_image_at_a_time(family, tmp_path):
     model = tiny_model(tiny_cfg(family, fpn=False))
     expected = evaluate(model)
-    model.forward = FailsOn(model, lambda batch: len(batch) > 1)
+    fail_with(model, 2)
     actual = evaluate(model, RecoveryOptions(output_dir=str(tmp_path)))
     assert_same_outputs(actual, expected)
-    assert actions(tmp_path) == [
+    assert [event["action"] for event in read_record(tmp_path)] == [
         "results are post-processed on the host",
         "the images are run one at a time",
     ]
@@ -98,7 +93,7 @@ def test_a_failure_anywhere_changes_no_result(family):
 
 def test_an_image_that_fits_in_no_way_is_named():
     model = tiny_model(tiny_cfg("mask_rcnn", fpn=False))
-    model.forward = FailsOn(model, lambda batch: True)
+    fail_with(model, 1)
     with pytest.raises(OutOfMemoryError, match=r"in the evaluation .*image_0.png.*MAX_SIZE_TEST"):
         evaluate(model, RecoveryOptions())
 

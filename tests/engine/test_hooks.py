@@ -15,12 +15,11 @@ import torch
 from detectron2.data import build_detection_train_loader
 from detectron2.engine import hooks
 from detectron2.utils.events import JSONWriter
-from injection import Injector
+from injection import InjectedTrainer, Injector
 from monitored import cheap_trainer
 from tiny import ROOT, images, read_metrics, tiny_cfg, tiny_model
 
 from d2_memfit import AccumulatingTrainer, MemfitTrainer, get_cfg, memory
-from d2_memfit.common import compat
 from d2_memfit.config.settings import RecoveryOptions
 from d2_memfit.engine.build import job_hooks
 from d2_memfit.engine.hooks import (
@@ -30,7 +29,6 @@ from d2_memfit.engine.hooks import (
     PeakRecorder,
     rises_steadily,
 )
-from d2_memfit.engine.oom_log import observed
 from d2_memfit.engine.run_state import GatherStates
 from d2_memfit.job import Job
 from d2_memfit.memory import FIGURES
@@ -80,11 +78,8 @@ def test_a_peak_is_that_since_the_last_report(monkeypatch):
 
 
 def report_on_rank(rank):
-    model = tiny_model(tiny_cfg("proposal_network", fpn=False))
-    model = compat.create_ddp_model(model, broadcast_buffers=False)
     ballast = torch.ones(2**25) if rank else None  # 128 MiB
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    trainer = AccumulatingTrainer(model, [images(1)] * 2, optimizer)
+    trainer = cheap_trainer()
     trainer.register_hooks([MemoryMonitor(2)])
     trainer.train(0, 2)
     del ballast
@@ -157,16 +152,12 @@ def test_only_steady_growth_is_a_leak(kind):
         assert rises_steadily(values, 8 * KIB * 400) == leaks
 
 
-class Failing(AccumulatingTrainer):
+class Failing(InjectedTrainer):
     """Memory runs out in each iteration, once."""
 
     def run_step(self):
         self.injector = Injector([50])
         super().run_step()
-
-    def _forward(self, micro_batch):
-        with observed(self.out_of_memory_observers), self.injector:
-            return super()._forward(micro_batch)
 
 
 @pytest.mark.parametrize("recovers", [False, True])

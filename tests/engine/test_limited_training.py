@@ -8,7 +8,6 @@ as in the zoo. It may take EXTRA_MB MiB more than it has taken when training beg
 It writes the weights after an iteration of 8 images to OUTPUT_DIR/weights.pth.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import torch
 from detectron2.engine import SimpleTrainer
 from detectron2.modeling import build_model
 from forks import run_forked
-from injection import iterate, seed_all
+from injection import iterate, read_record, seed_all
 from tiny import every_anchor_counts, images, relative_difference
 
 from d2_memfit import AccumulatingTrainer
@@ -74,11 +73,6 @@ def weights(output_dir):
     return torch.load(output_dir / "weights.pth", weights_only=True)
 
 
-def events(output_dir):
-    file = Path(output_dir) / "memfit_oom.jsonl"
-    return [json.loads(line) for line in file.open()] if file.exists() else []
-
-
 @pytest.mark.parametrize(
     "family", ["proposal_network", pytest.param("mask_rcnn", marks=pytest.mark.sweep)]
 )
@@ -89,10 +83,10 @@ def test_training_under_a_limit_ends_with_the_weights_of_enough_memory(family, t
 
     limited = train(family, "split", EXTRA_MB[family], tmp_path / "limited")
     assert limited.returncode == 0, limited.stderr[-4000:]
-    assert events(tmp_path / "limited")
+    assert read_record(tmp_path / "limited")
     unlimited = train(family, "split", 0, tmp_path / "unlimited")
     assert unlimited.returncode == 0, unlimited.stderr[-4000:]
-    assert not events(tmp_path / "unlimited")
+    assert not (tmp_path / "unlimited" / "memfit_oom.jsonl").exists()
     difference = relative_difference(weights(tmp_path / "limited"), weights(tmp_path / "unlimited"))
     print(f"{family}: relative difference of the weights {difference:.1e}")
     assert difference < LARGEST_DIFFERENCE[family]

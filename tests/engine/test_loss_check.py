@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from criteria import Detector, annotated_images
+from criteria import ClassMeans, Detector, annotated_images
 from detectron2.utils.events import EventStorage
 from tiny import images, parameters, tiny_cfg, tiny_model
 from torch import nn
@@ -19,7 +19,7 @@ from d2_memfit.config.settings import NormalizerOptions
 from d2_memfit.engine.loss_check import check_losses
 from d2_memfit.job import losses_of
 from d2_memfit.techniques.registry import apply_techniques
-from tests.engine.criteria_list import CRITERIA, WINDOWS
+from tests.engine.criteria_list import CRITERIA, WINDOWS, Sum, own_count
 
 LIMIT = 1e-3
 
@@ -100,26 +100,12 @@ def test_a_stock_model_gets_no_warning(family, log):
     assert not warnings_of(log)
 
 
-WEIGHTS = torch.tensor([1.0, 5.0, 0.3], dtype=torch.float64)
-
-
-@torch.compile(backend="eager")
-def compiled(logits, labels):
-    return F.cross_entropy(logits, labels, WEIGHTS)
-
-
-class Compiled(Detector):
-    def __init__(self):
-        super().__init__()
-        self.classes = nn.Linear(8, 3)
+class Compiled(ClassMeans):
+    cross_entropy = staticmethod(torch.compile(F.cross_entropy, backend="eager"))
 
     def forward(self, batch):
-        logits = self.classes(self.features(batch).mean((2, 3)))
-        right = logits.square().mean()
-        rows = [logits[i].expand(len(x["instances"]), -1) for i, x in enumerate(batch)]
-        labels = torch.cat([x["instances"].gt_classes for x in batch])
-        loss = compiled(torch.cat(rows), labels) if len(labels) else logits.sum() * 0
-        return {"loss_ce": loss, "loss_right": right}
+        right = self.features(batch).square().mean()
+        return {**super().forward(batch), "loss_right": right}
 
 
 def report_of(model, batch=None, losses=losses_of, **options):
@@ -143,7 +129,7 @@ def test_where_compiled_code_runs_nothing_is_called_exact_also_the_second_time()
     """Its weighted cross-entropy cannot be answered."""
     for _ in range(2):
         report = report_of(Compiled().double())
-        assert "loss_ce" in {*report.off, *report.unchecked}
+        assert "loss_cls" in {*report.off, *report.unchecked}
         assert "loss_right" in report.unchecked
 
 
@@ -269,14 +255,14 @@ def test_what_a_forward_changes_is_named_and_put_back():
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
-class Student(CRITERIA["OwnCount"].kind):
+class Student(Sum):
     def losses(self, batch):
         off = [self.boxes(rows) - self.teacher(rows).detach() for rows in self.rows(batch)]
         return {"loss_bbox": torch.cat(off).square().sum() / self.divisor(batch)}
 
 
 def test_a_teacher_that_starts_as_its_student_hides_nothing():
-    model = Student().double()
+    model = Student(own_count).double()
     model.teacher = copy.deepcopy(model.boxes)
     assert [*report_of(model, WINDOWS[0]).off] == ["loss_bbox"]
 

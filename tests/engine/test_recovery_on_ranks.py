@@ -36,14 +36,12 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
 
 
-def images_of(iteration, rank, num_ranks):
-    first = (iteration * num_ranks + rank) * NUM_IMAGES
-    return images(NUM_IMAGES, first=first % 64, size=32)
-
-
 def trainer_on(rank, num_iterations=1, num_ranks=2, **options):
     model = compat.create_ddp_model(proposal_network(), broadcast_buffers=False)
-    loader = [images_of(i, rank, num_ranks) for i in range(num_iterations)]
+    loader = [
+        images(NUM_IMAGES, (i * num_ranks + rank) * NUM_IMAGES % 64, size=32)
+        for i in range(num_iterations)
+    ]
     options = RecoveryOptions(**options)
     return InjectedTrainer(model, loader, sgd(model), recovery=options)
 

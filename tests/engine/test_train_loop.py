@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from detectron2.engine import SimpleTrainer
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.solver.build import maybe_add_gradient_clipping
@@ -51,9 +50,9 @@ BATCHES = [images(8, first=8 * i) for i in range(NUM_ITERATIONS)]
 class ToyModel(torch.nn.Module):
     """One parameter; the loss is its mean product with the images' values."""
 
-    def __init__(self):
+    def __init__(self, weight=1.0):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.weight = torch.nn.Parameter(torch.tensor(weight))
 
     def forward(self, batch):
         mean = torch.stack([x["value"] for x in batch]).mean()
@@ -92,8 +91,6 @@ def test_one_forward_per_iteration_is_detectron2_to_the_last_bit(family):
 @pytest.mark.parametrize(
     ("sizes", "micro_batch", "dtype", "tolerance"),
     [
-        pytest.param((2, 2, 2, 2), None, torch.float32, 1e-5, id="4x2"),
-        pytest.param((3, 3, 2), None, torch.float32, 1e-5, id="3+3+2"),
         pytest.param((2, 5, 1), None, torch.float32, 1e-5, id="2+5+1"),
         pytest.param((4, 4), 3, torch.float32, 1e-5, id="4+4-cut-as-3+3+2"),
         pytest.param((8,), 3, torch.float64, 1e-12, id="8-cut-as-3+3+2-float64"),
@@ -124,19 +121,11 @@ def test_accumulated_steps_equal_those_of_the_full_batch(sizes, micro_batch, dty
     assert values(actual, "effective_batch") == [8] * NUM_ITERATIONS
 
 
-@pytest.mark.parametrize(
-    ("clip_type", "value", "norm_type"),
-    [("value", 1e-3, 2.0), ("norm", 0.01, 2.0), ("norm", 0.01, 1.0)],
-)
-def test_clipping_sees_the_complete_gradient(clip_type, value, norm_type):
+@pytest.mark.parametrize(("clip_type", "value"), [("value", 1e-3), ("norm", 0.01)])
+def test_clipping_sees_the_complete_gradient(clip_type, value):
     cfg = every_anchor_counts(tiny_cfg("proposal_network", fpn=False))
     clip = cfg.SOLVER.CLIP_GRADIENTS
-    clip.ENABLED, clip.CLIP_TYPE, clip.CLIP_VALUE, clip.NORM_TYPE = (
-        True,
-        clip_type,
-        value,
-        norm_type,
-    )
+    clip.ENABLED, clip.CLIP_TYPE, clip.CLIP_VALUE = True, clip_type, value
     results = []
     for sizes, steps in (((8,), 1), ((2, 2, 2, 2), 4)):
         model = tiny_model(cfg)
@@ -210,34 +199,25 @@ def test_a_loss_that_is_not_finite_raises_before_the_step_and_names_the_images()
     assert model.weight.item() == 1.0
 
 
-class Product(torch.nn.Module):
-    """Its loss is a product that float32 can hold only for small factors."""
-
-    def __init__(self, weight=1.0, norm=None):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((1, 4), weight))
-        self.norm = norm
-
-    def forward(self, batch):
-        x = torch.stack([d["image"].float().mean().expand(4) for d in batch])
-        return {"loss_cls": F.linear(x, self.weight).mean(), "loss_box": self.weight[0, 0] * 0}
-
-
 @pytest.mark.parametrize(
-    ("model", "cause"),
+    ("weight", "norm", "bad", "cause"),
     [
-        (Product(3e38, FrozenBatchNorm2d(3)), "does not normalise the activations of ran"),
-        (Product(float("inf")), "The weights are not finite"),
-        (Product(3e38), "The weights are finite"),
+        (2e38, FrozenBatchNorm2d(3), "loss_b", "does not normalise the activations of ran"),
+        (float("inf"), None, "loss_a", "The weights are not finite"),
+        (2e38, None, "loss_b", "The weights are finite"),
     ],
 )
-def test_the_images_of_a_loss_that_is_not_finite_and_what_can_be_seen_are_named(model, cause):
-    image = {"image": torch.full((3, 8, 8), 1e3), "file_name": "a.jpg", "image_id": 7}
-    trainer = AccumulatingTrainer(model, [[image]], sgd(model))
+def test_the_images_of_a_loss_that_is_not_finite_and_what_can_be_seen_are_named(
+    weight, norm, bad, cause
+):
+    """Of 2e38, float32 can hold the first loss, and not the second one."""
+    model = ToyModel(weight)
+    model.norm = norm
+    trainer = AccumulatingTrainer(model, [toys(1)], sgd(model))
     with EventStorage(5), pytest.raises(FloatingPointError) as e:
         trainer.run_step()
-    assert "iteration=5! rank 0: loss_cls" in str(e.value)
-    assert "a.jpg (image_id 7)" in str(e.value)
+    assert f"iteration=5! rank 0: {bad} inf" in str(e.value)
+    assert "toy_1.png (image_id 1)" in str(e.value)
     assert cause in str(e.value)
 
 

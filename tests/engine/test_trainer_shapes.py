@@ -112,9 +112,6 @@ def test_a_technique_that_would_not_be_applied_is_an_error(tmp_path):
 
 
 def test_a_run_step_that_reads_no_key_is_an_error_where_one_is_set(tmp_path):
-    class Trainer(MemfitMixin, UnbiasedTeacher):
-        pass
-
     class Remedied(MemfitMixin, UnbiasedTeacher):
         def __init__(self, cfg):
             super().__init__(cfg)
@@ -128,8 +125,8 @@ def test_a_run_step_that_reads_no_key_is_an_error_where_one_is_set(tmp_path):
 
     text = r"ACCUMULATION_STEPS 2, .*OOM\.POLICY split: Trainer steps without self\._trainer"
     with pytest.raises(ConfigError, match=text):
-        Trainer(cfg_of(tmp_path, **SPLIT)).train()
-    Trainer(cfg_of(tmp_path)).train()
+        class_of("own run_step")(cfg_of(tmp_path, **SPLIT)).train()
+    class_of("own run_step")(cfg_of(tmp_path)).train()
     trainer = Remedied(cfg_of(tmp_path, **SPLIT))
     trainer.train()
     assert trainer.storage.latest()["effective_batch"][0] == 8

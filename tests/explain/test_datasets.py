@@ -19,11 +19,7 @@ def described(name, mapper):
 
 @pytest.mark.parametrize(
     ("mapper", "kind"),
-    [
-        ("mask_former_semantic", "sem_seg"),
-        ("coco_panoptic_lsj", "coco_panoptic_seg"),
-        ("", "coco"),
-    ],
+    [("mask_former_semantic", "sem_seg"), ("coco_panoptic_lsj", "coco_panoptic_seg"), ("", "coco")],
 )
 def test_the_mapper_tells_what_labels_there_are(mapper, kind):
     metadata = described("of_a_stranger", mapper)

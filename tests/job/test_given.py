@@ -3,20 +3,10 @@
 
 import pytest
 import torch
-from detectron2.structures import (
-    Boxes,
-    Instances,
-    Keypoints,
-    PolygonMasks,
-    RotatedBoxes,
-)
+from detectron2.structures import Boxes, Instances, Keypoints, PolygonMasks, RotatedBoxes
 from tiny import image
 
-from d2_memfit.job import (
-    objects_in,
-    resize_image,
-    with_objects,
-)
+from d2_memfit.job import objects_in, resize_image, with_objects
 
 
 @pytest.mark.parametrize("num", [2, 8])

@@ -5,9 +5,7 @@ import detectron2.data.transforms as T
 import pytest
 import torch
 from detectron2.config import instantiate
-from detectron2.data import (
-    build_detection_train_loader,
-)
+from detectron2.data import build_detection_train_loader, detection_utils
 from detectron2.engine import DefaultTrainer
 from lazy_configs import lazy_config
 from omegaconf import OmegaConf
@@ -16,6 +14,7 @@ from torch import nn
 
 from d2_memfit import Job, estimate_memory
 from d2_memfit.common.errors import ConfigError
+from d2_memfit.common.side_work import RandomState
 from d2_memfit.config.lazy import cfg_of_lazy, overrides_of
 from d2_memfit.engine.build import build_trainer
 from d2_memfit.job import with_overrides
@@ -31,20 +30,13 @@ class AdamWTrainer(DefaultTrainer):
     @classmethod
     def build_train_loader(cls, cfg):
         def mapper(d):
-            image = T.AugInput(read(d))
+            image = T.AugInput(detection_utils.read_image(d["file_name"], format="BGR"))
+            detection_utils.check_image_size(d, image.image)
             resize_then_crop(image)
             tensor = torch.as_tensor(image.image.transpose(2, 0, 1).copy())
             return {"image": tensor, "own_field": len(d["annotations"]), "height": 1, "width": 1}
 
         return build_detection_train_loader(cfg, mapper=mapper)
-
-
-def read(d):
-    from detectron2.data import detection_utils as utils
-
-    image = utils.read_image(d["file_name"], format="BGR")
-    utils.check_image_size(d, image)
-    return image
 
 
 resize_then_crop = T.AugmentationList(
@@ -63,15 +55,9 @@ def test_the_mapper_of_the_trainer_makes_the_batch_in_its_own_order():
 
 
 def test_making_a_batch_draws_no_random_numbers_of_the_job():
-    import random
-
-    import numpy as np
-
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    before = RandomState()
     Job.from_trainer(AdamWTrainer, tiny_cfg("faster_rcnn", fpn=False), 1).training_batch(1)
-    assert random.getstate() == states[0]
-    assert np.random.get_state()[1].tolist() == states[1]
-    assert torch.equal(torch.get_rng_state(), states[2])
+    assert before.draws_the_same(RandomState())
 
 
 def test_methods_that_are_no_class_methods_are_an_error():
@@ -187,9 +173,7 @@ def test_pieces_are_a_job_and_a_job_is_a_trainer():
         job.with_settings({"INPUT.MASK_FORMAT": "polygon"})
     with pytest.raises(ConfigError, match="has no MapDataset of Detectron2"):
         Job(
-            model=torch.nn.Identity,
-            optimizer=torch.optim.SGD,
-            train_loader=lambda: [images],
+            model=torch.nn.Identity, optimizer=torch.optim.SGD, train_loader=lambda: [images]
         ).training_batch()
 
 

@@ -18,7 +18,8 @@ from detectron2.data.datasets import load_sem_seg
 from detectron2.engine import DefaultTrainer
 from detectron2.structures import BitMasks, Instances
 
-from d2_memfit import Job, get_cfg
+from d2_memfit import Job
+from d2_memfit.config.load import load_cfg
 from d2_memfit.job.datasets import statistics_of
 from d2_memfit.job.mapper import tiles
 
@@ -73,11 +74,8 @@ class PanopticTrainer(DefaultTrainer):
 
 
 def make_cfg(name, **keys):
-    cfg = get_cfg()
+    cfg = load_cfg("Base-RCNN-FPN")
     cfg.MODEL.DEVICE, cfg.MODEL.META_ARCHITECTURE = "cpu", "SemanticSegmentor"
-    cfg.MODEL.BACKBONE.NAME = "build_resnet_fpn_backbone"
-    cfg.MODEL.RESNETS.OUT_FEATURES = ["res2", "res3", "res4", "res5"]
-    cfg.MODEL.FPN.IN_FEATURES = ["res2", "res3", "res4", "res5"]
     cfg.DATASETS.TRAIN, cfg.DATASETS.TEST = (name,), ()
     cfg.SOLVER.IMS_PER_BATCH = 2
     cfg.INPUT.MIN_SIZE_TRAIN, cfg.INPUT.MAX_SIZE_TRAIN = (100,), 200
@@ -87,7 +85,7 @@ def make_cfg(name, **keys):
 
 
 @pytest.fixture
-def drawn(tmp_path):
+def drawn(tmp_path, catalogs):
     """Photographs and label images on disk, registered as projects do, without sizes."""
     for folder in ("images", "labels"):
         (tmp_path / folder).mkdir()
@@ -99,14 +97,11 @@ def drawn(tmp_path):
             cv2.circle(labels, (10 + 7 * k, 30), 3, 3 * k, -1)
         cv2.imwrite(str(tmp_path / f"labels/{i}.png"), labels)
     name = "drawn_sem_seg"
-    DatasetCatalog.register(
-        name, lambda: load_sem_seg(str(tmp_path / "labels"), str(tmp_path / "images"))
-    )
+    folders = str(tmp_path / "labels"), str(tmp_path / "images")
+    DatasetCatalog.register(name, lambda: load_sem_seg(*folders))
     metadata = MetadataCatalog.get(name)
     metadata.set(evaluator_type="sem_seg", ignore_label=IGNORED, stuff_classes=list("abcdefghij"))
-    yield name
-    DatasetCatalog.remove(name)
-    MetadataCatalog.remove(name)
+    return name
 
 
 def test_sizes_and_classes_are_read_from_the_files(drawn):
@@ -159,7 +154,7 @@ def test_missing_label_images_have_the_classes_of_the_dataset_by_its_name(name, 
 
 
 @pytest.fixture
-def panoptic(tmp_path):
+def panoptic(tmp_path, catalogs):
     """One photograph with four segments, in the form of COCO's panoptic files, without sizes."""
     cv2.imwrite(str(tmp_path / "0.jpg"), np.zeros((90, 130, 3), np.uint8))
     segment = {"category_id": 0, "iscrowd": 0, "isthing": True}
@@ -170,9 +165,7 @@ def panoptic(tmp_path):
     # The file of the instances is elsewhere, and not needed.
     files = {"panoptic_json": str(tmp_path / "panoptic.json"), "json_file": "gone.json"}
     MetadataCatalog.get("drawn_panoptic").set(**files)
-    yield "drawn_panoptic"
-    DatasetCatalog.remove("drawn_panoptic")
-    MetadataCatalog.remove("drawn_panoptic")
+    return "drawn_panoptic"
 
 
 @pytest.mark.parametrize("told", [None, 7])

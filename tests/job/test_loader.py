@@ -23,14 +23,12 @@ NAME = "registered"
 
 
 @pytest.fixture
-def dicts(coins):
+def dicts(coins, catalogs):
     """Those of a dataset that is registered by a function, as projects do. They may be changed."""
     dicts = copy.deepcopy(DatasetCatalog.get("coins_val")[:4])
     DatasetCatalog.register(NAME, lambda: copy.deepcopy(dicts))
     MetadataCatalog.get(NAME).thing_classes = ["coin"]
-    yield dicts
-    DatasetCatalog.remove(NAME)
-    MetadataCatalog.remove(NAME)
+    return dicts
 
 
 @pytest.fixture
@@ -81,10 +79,7 @@ def test_a_polygon_that_would_take_all_memory_is_an_error(cfg, dicts):
         build_detection_test_loader(cfg, NAME)
 
 
-@pytest.mark.parametrize(
-    ("workers", "training"),
-    [(0, True), (0, False), (1, True)],
-)
+@pytest.mark.parametrize(("workers", "training"), [(0, True), (0, False), (1, True)])
 def test_an_image_that_cannot_be_loaded_is_named(cfg, dicts, tmp_path, workers, training):
     cfg.DATALOADER.NUM_WORKERS = workers
     bad = tmp_path / "truncated.png"

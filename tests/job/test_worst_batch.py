@@ -7,11 +7,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from detectron2.data import (
-    DatasetCatalog,
-    DatasetMapper,
-    build_detection_train_loader,
-)
+from detectron2.data import DatasetCatalog, DatasetMapper, build_detection_train_loader
 from detectron2.data.samplers import TrainingSampler
 from detectron2.data.transforms import AugInput, Augmentation, ResizeTransform
 from PIL import Image
@@ -42,20 +38,20 @@ def sizes(cfg, num_images):
     return [tuple(d["image"].shape[1:]) for d in Job.from_cfg(cfg, 1).training_batch(num_images)]
 
 
+def dicts_of(*images):
+    """Dataset dicts of heights, widths and objects, which are crowds or not."""
+    return [
+        {"height": height, "width": width, "annotations": [{"iscrowd": c} for c in crowds]}
+        for height, width, crowds in images
+    ]
+
+
 @pytest.fixture
-def dataset():
+def dataset(catalogs):
     """A landscape, a portrait with many objects, and a crowd, which does not count."""
-
-    def dicts():
-        def image(height, width, crowds):
-            annotations = [{"iscrowd": c} for c in crowds]
-            return {"height": height, "width": width, "annotations": annotations}
-
-        return [image(480, 640, [0] * 3), image(1000, 500, [0] * 7), image(600, 600, [1] * 50)]
-
-    DatasetCatalog.register("worst_case_test", dicts)
-    yield "worst_case_test"
-    DatasetCatalog.remove("worst_case_test")
+    images = (480, 640, [0] * 3), (1000, 500, [0] * 7), (600, 600, [1] * 50)
+    DatasetCatalog.register("worst_case_test", lambda: dicts_of(*images))
+    return "worst_case_test"
 
 
 def test_without_a_dataset_images_have_any_shape_and_100_instances_and_it_is_said():
@@ -121,13 +117,11 @@ def test_without_grouping_both_orientations_meet_in_a_batch(dataset):
 
 
 @pytest.fixture
-def panorama():
+def panorama(catalogs):
     """Beside an ordinary landscape, and a narrow portrait."""
-    shapes = [(480, 640), (300, 900), (900, 270)]
-    dicts = [{"height": h, "width": w, "annotations": [{}]} for h, w in shapes]
-    DatasetCatalog.register("panorama_test", lambda: dicts)
-    yield "panorama_test"
-    DatasetCatalog.remove("panorama_test")
+    images = (480, 640, [0]), (300, 900, [0]), (900, 270, [0])
+    DatasetCatalog.register("panorama_test", lambda: dicts_of(*images))
+    return "panorama_test"
 
 
 def test_a_micro_batch_of_one_has_the_largest_single_image(panorama):
@@ -160,14 +154,20 @@ def test_crops_come_before_resizing(dataset, kind, size, expected):
     assert sorted(found) == pytest.approx(sorted(expected), abs=16)
 
 
-def test_where_crops_have_any_size_the_largest_of_200_is_taken_and_that_is_said(
-    dataset, monkeypatch
-):
-    mapped = []
-    call = DatasetMapper.__call__
-    monkeypatch.setattr(
-        DatasetMapper, "__call__", lambda *args: mapped.append(call(*args)) or mapped[-1]
-    )
+@pytest.fixture
+def mapped(monkeypatch):
+    """Pairs of a dict that Detectron2's mapper was given, and what it made of it."""
+    pairs, call = [], DatasetMapper.__call__
+
+    def noted(self, d):
+        pairs.append((d, call(self, d)))
+        return pairs[-1][1]
+
+    monkeypatch.setattr(DatasetMapper, "__call__", noted)
+    return pairs
+
+
+def test_where_crops_have_any_size_the_largest_of_200_is_taken_and_that_is_said(dataset, mapped):
     cfg = make_cfg(DATASETS__TRAIN=(dataset,))
     assert Job.from_cfg(cfg, 1).batches.at_least == ()
     assert len(mapped) < 20
@@ -178,7 +178,7 @@ def test_where_crops_have_any_size_the_largest_of_200_is_taken_and_that_is_said(
         "augmentations draw the sizes of images: the largest of 200 is taken",
     )
     assert len(mapped) == 201  # the first tells the lengths of the resize
-    most = max(d["image"][0].nelement() for d in mapped[1:])
+    most = max(d["image"][0].nelement() for _, d in mapped[1:])
     (image,) = job.training_batch(1)
     assert image["image"][0].nelement() > 0.95 * most  # padded to a multiple of 32 pixels
     again = Job.from_cfg(cfg, 1).training_batch(1)
@@ -215,35 +215,23 @@ def test_a_batch_has_what_the_models_ask_for():
     assert len(image["proposals"]) == cfg.DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TEST
 
 
-def test_the_datasets_own_annotations_are_repeated_for_more_instances(tmp_path):
+def test_the_datasets_own_annotations_are_repeated_for_more_instances(catalogs):
     info = {"file_name": "a.jpg", "image_id": 1, "height": 30, "width": 40}
     own = {"bbox": [1, 2, 5, 6], "bbox_mode": 0, "category_id": 3}
     DatasetCatalog.register("own_annotations", lambda: [{**info, "annotations": [own]}])
-    try:
-        cfg = make_cfg(DATASETS__TRAIN=("own_annotations",))
-        (image,) = Job.from_cfg(cfg, 1, num_instances=5).training_batch(1)
-        assert len(image["instances"]) == 5
-        assert image["instances"].gt_classes.tolist() == [3] * 5
-    finally:
-        DatasetCatalog.remove("own_annotations")
+    cfg = make_cfg(DATASETS__TRAIN=("own_annotations",))
+    (image,) = Job.from_cfg(cfg, 1, num_instances=5).training_batch(1)
+    assert image["instances"].gt_classes.tolist() == [3] * 5
 
 
 @pytest.mark.parametrize("crops", [False, True])
-def test_a_crowded_image_is_mapped_once_if_no_object_is_lost(crops, monkeypatch):
-    mapped = []
-    call = DatasetMapper.__call__
-
-    def noted(self, d):
-        if len(d["annotations"]) > 2:
-            mapped.append((d["height"], d["width"]))
-        return call(self, d)
-
-    monkeypatch.setattr(DatasetMapper, "__call__", noted)
+def test_a_crowded_image_is_mapped_once_if_no_object_is_lost(crops, mapped):
     cfg = make_cfg()
     cfg.INPUT.CROP.ENABLED, cfg.INPUT.CROP.TYPE = crops, "absolute_range"
     cfg.INPUT.CROP.SIZE = [300, 600]
     assert len(sizes(cfg, 2)) == 2
-    assert len(mapped) == (8 if crops else 1)  # a crop loses objects of both images
+    crowded = [d for d, _ in mapped if len(d["annotations"]) > 2]
+    assert len(crowded) == (8 if crops else 1)  # a crop loses objects of both images
 
 
 class ResizeShortestEdge(Augmentation):
@@ -287,16 +275,13 @@ def trainer_of(read):
 
 
 @pytest.mark.parametrize("read", [own_read_image, dropping_read_image, cv2.imread])
-def test_a_mapper_reads_and_resizes_by_copies_of_detectron2s_code(read, tmp_path):
+def test_a_mapper_reads_and_resizes_by_copies_of_detectron2s_code(read, tmp_path, catalogs):
     labels = str(tmp_path / "labels.png")
     cv2.imwrite(labels, np.arange(64, dtype=np.uint8).reshape(8, 8) % 5)
     image = {"file_name": "", "sem_seg_file_name": labels, "height": 480, "width": 640}
     DatasetCatalog.register("copies_test", lambda: [dict(image)])
-    try:
-        cfg = make_cfg(DATASETS__TRAIN=("copies_test",))
-        (image,) = Job.from_trainer(trainer_of(read), cfg, 1).training_batch(1)
-    finally:
-        DatasetCatalog.remove("copies_test")
+    cfg = make_cfg(DATASETS__TRAIN=("copies_test",))
+    (image,) = Job.from_trainer(trainer_of(read), cfg, 1).training_batch(1)
     assert image["image"].shape[1:] == (80, 106)
     assert len(image["sem_seg"].unique()) == 5
 
