@@ -56,6 +56,8 @@ ROWS = (
     "train SOLVER 1",
     "train SOLVER.MAX_ITR 9",
     "train SOLVER.MAX_ITER",
+    "train SEED 1 --resume",
+    "train SEED 1 --num-gpus 2",
     "train . 3",
     "train DATALOADER.NUM_WORKERS -1",
     "train DATASETS.TRAIN ('bda',)",

@@ -119,6 +119,9 @@ def _pairs(cfg: CN, opts: Sequence[Any]) -> Pairs:
     for text in map(str, opts):
         if text != text.encode(errors="ignore").decode():
             raise ConfigError(f"{text!r} is not UTF-8, as a config must be: use another name")
+    for key in map(str, opts[::2]):
+        if key.startswith("--"):
+            raise ConfigError(f"KEY VALUE pairs: options such as {key} come before all of them")
     if len(opts) % 2:
         raise ConfigError(f"KEY VALUE pairs: a value is missing after {opts[-1]}")
     pairs = dict(zip(opts[::2], opts[1::2]))

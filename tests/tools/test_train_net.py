@@ -154,7 +154,7 @@ def test_evaluation_needs_nothing_of_what_training_needs(arguments, tmp_path, ca
         (["MODEL.WEIGHTS", "BROKEN.pth"], "cannot read the checkpoint"),
         (["--resume"], "cannot read the checkpoint"),
         (["--coco", "cli_val", "again.json", "."], "--coco: a name is given twice"),
-        (["SEED", 1, "--fit"], "KEY VALUE pairs: a value is missing after --fit"),
+        (["SEED", 1, "--fit"], "KEY VALUE pairs: options such as --fit come before all of them"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
