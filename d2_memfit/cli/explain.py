@@ -13,22 +13,23 @@ from ..explain.text import answer_of_run, details_of
 from ..explain.verdict import explain_run, plan_for, predict_run
 from ..job import Job, load_lazy_config
 from ..planner.plan import Plan
-from .options import check_lazy_options, project_functions, trainer_of
+from .options import check_lazy_options, is_lazy, project_functions, trainer_of
 from .plan import check_plan_file, give_answer, next_train, write_plan
 from .screen import next_step
 
 
 def explain(args: Namespace) -> None:
     lazy = partial(_lazy_job, args) if args.config_file else None
-    help = Help(
-        project_functions(args), trainer_of(args), args.coco, args.image_size, args.instances, lazy
-    )
+    known = args.coco, args.image_size, args.instances, lazy, args.config_file
+    help = Help(project_functions(args), trainer_of(args), *known)
     check_plan_file(args.config_file, args.output)
-    if args.config_file:
-        check_lazy_options(args)
     if args.card is not None:
         settings_of_card(args.card)  # raises at once if there is none
     runs = read_runs(args.log)
+    if args.config_file and any(run.is_lazy for run in runs):
+        check_lazy_options(args)
+    elif args.config_file:
+        find_config_file(args.config_file)  # raises at once if there is none
     # The last run that died, or else the last.
     number = max(range(len(runs)), key=lambda i: (runs[i].oom is not None, i))
     predictions = [
@@ -55,7 +56,8 @@ def explain(args: Namespace) -> None:
 def _next_step(args: Namespace, plan: Optional[Plan]) -> str:
     if plan and args.output:
         return next_train(args, plan.estimate.num_gpus)
-    card, file = args.card if plan else "8GB", "plan.py" if args.config_file else "plan.yaml"
+    card = args.card if plan else "8GB"
+    file = "plan.py" if is_lazy(args.config_file) else "plan.yaml"
     return next_step("write a plan to a file", "explain", args, card=card, output=file)
 
 

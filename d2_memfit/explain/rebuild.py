@@ -43,6 +43,7 @@ class Help:
         image_size: height and width, in pixels, of the largest image file.
         num_instances: objects of the most crowded image.
         lazy_job: makes the job of a LazyConfig, whose code no log has, for a number of ranks.
+        config_file: the yaml config of runs whose log has none.
     """
 
     add_keys: Sequence[Callable[..., Any]] = ()
@@ -51,6 +52,7 @@ class Help:
     image_size: Optional[tuple[int, int]] = None
     num_instances: Optional[int] = None
     lazy_job: Optional[Callable[[int], Job]] = None
+    config_file: str = ""
 
 
 def rebuild(run: LoggedRun, help: Help) -> tuple[Job, DeviceModel, list[str]]:
@@ -70,7 +72,7 @@ def rebuild(run: LoggedRun, help: Help) -> tuple[Job, DeviceModel, list[str]]:
     assumed = [] if card else [f"{said}, taken for a current CUDA card"]
     if run.is_lazy and help.lazy_job is not None:
         return help.lazy_job(ranks), device, assumed
-    cfg = DefaultTrainer.auto_scale_workers(_config_of(run, help.add_keys, assumed), ranks)
+    cfg = DefaultTrainer.auto_scale_workers(_config_of(run, help, assumed), ranks)
     cfg.defrost()
     for dataset in help.coco:
         register_coco(*dataset)
@@ -87,12 +89,16 @@ def rebuild(run: LoggedRun, help: Help) -> tuple[Job, DeviceModel, list[str]]:
     return Job.from_trainer(trainer, cfg, ranks, mean_instances=mean, **sizes), device, assumed
 
 
-def _config_of(run: LoggedRun, add_keys: Sequence[Any], assumed: list[str]) -> CfgNode:
+def _config_of(run: LoggedRun, help: Help, assumed: list[str]) -> CfgNode:
     if run.is_lazy:
         raise ConfigError(f"it is a LazyConfig: name its file, --config-file {run.config_file}")
-    if not run.config_text and not run.zoo_config:
-        raise ConfigError("the log has no config: give config.yaml of its OUTPUT_DIR, too")
-    cfg, text = load_cfg(run.zoo_config, (), add_keys), run.config_text
+    text, file = run.config_text, run.zoo_config
+    if help.config_file and not text:
+        file = help.config_file
+        assumed.append(f"with the config {file}, as the log has none")
+    if not text and not file:
+        raise ConfigError("the log has no config: give its OUTPUT_DIR, or a file by --config-file")
+    cfg = load_cfg(file, (), help.add_keys)
     values = dict(leaves(yaml.load(text, SafeLoader))) if text else run.overrides
     values, here = {**values, **_HERE}, dict(leaves(cfg))
     if left_out := [key for key in values if key not in here]:

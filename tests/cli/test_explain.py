@@ -115,6 +115,19 @@ def test_without_code_the_answer_names_what_is_missing(write, capsys):
     assert "name its file, --config-file made/up.py" in capsys.readouterr().out
 
 
+def test_a_log_without_its_config_is_explained_with_that_file(write, tmp_path, capsys):
+    path = write([m for m in messages() if "full config" not in m])
+    given = [path, "--config-file", write(config_text(), "own.yaml")]
+    (run,) = explained(capsys, *given)["runs"]
+    (same,) = explained(capsys, write(messages(), "whole.txt"))["runs"]
+    assert run["range_mib"] == same["range_mib"]
+    assert f"with the config {given[-1]}, as the log has none" in run["assumed"]
+    main(["explain", *given, "--card", "8GB"])
+    assert capsys.readouterr().out.endswith("own.yaml --card 8GB --output plan.yaml\n")
+    main(["explain", *given, "--card", "8GB", "--output", str(tmp_path / "plan.yaml")])
+    assert load_cfg(str(tmp_path / "plan.yaml")).SOLVER.IMS_PER_BATCH == 4
+
+
 def test_a_plan_that_cannot_be_written_is_not_a_success(write, tmp_path, capsys):
     file = tmp_path / "plan.yaml"
     unknown = messages(MODEL__META_ARCHITECTURE="Mine")
@@ -161,7 +174,13 @@ def test_an_existing_file_is_not_said_to_be_replaced_when_nothing_is_written(
 
 
 @pytest.mark.parametrize(
-    "option", [("--card", "Voodoo 2"), ("--project", "nobody:x"), ("--trainer", "os:Trainer")]
+    "option",
+    [
+        ("--card", "Voodoo 2"),
+        ("--project", "nobody:x"),
+        ("--trainer", "os:Trainer"),
+        ("--config-file", "no.yaml"),
+    ],
 )
 def test_options_that_cannot_be_are_one_line(prose, write, capsys, option):
     prose(refused(capsys, write(messages()), *option))
