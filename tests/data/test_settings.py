@@ -130,7 +130,7 @@ def test_a_file_to_evaluate_on_has_what_pycocotools_needs(prose, file_of):
 
     for change in (odd, floats):
         file = file_of(change)
-        with pytest.raises(DataError, match="no integer") as e:
+        with pytest.raises(DataError, match="no integer"):
             fit_to_data(load_cfg(MASK), [train], [file], ())
         fit_to_data(load_cfg(MASK), [file], [train], ())  # Detectron2 drops it, or needs none
     with pytest.raises(DataError, match="area") as area:
