@@ -110,6 +110,13 @@ _DETECTRON2: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("DATASETS.TRAIN", "DATASETS.TEST"), _NAMES),
     "SOLVER.IMS_PER_BATCH": _IMAGES,
     "SOLVER.MAX_ITER": whole(1, 10**9),
+    "SOLVER.BASE_LR": Check("at least 0", lambda v: not (fits(v, float) and v < 0)),
+    "SOLVER.CHECKPOINT_PERIOD": Check(
+        "a number of iterations other than 0, such as one above MAX_ITER for no checkpoints but "
+        "the last",
+        lambda v: v != 0,
+    ),
+    "SEED": Check("below 2^32", lambda v: not isinstance(v, int) or v < 2**32),
     "SOLVER.REFERENCE_WORLD_SIZE": whole(0),
     "DATALOADER.NUM_WORKERS": whole(0),
     **dict.fromkeys(("INPUT.MIN_SIZE_TRAIN", "INPUT.MIN_SIZE_TEST"), _SIZES),

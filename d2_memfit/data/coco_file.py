@@ -59,12 +59,21 @@ class CocoFile:
         ordered = sorted(self.content["categories"], key=lambda c: c["id"])
         return tuple(c["name"] for c in ordered)
 
+    def without(self, fields: Sequence[str]) -> list[Any]:
+        """Ids of annotations that pycocotools cannot evaluate: without an area or these fields."""
+        annotations = self.content["annotations"]
+        has = [a for a in annotations if a.get("iscrowd") is not None and {*fields} <= a.keys()]
+        good = {a["id"] for a in has if _are_numbers([a.get("area")])}
+        return [a["id"] for a in annotations if a["id"] not in good]
+
     @property
-    def without_area(self) -> list[Any]:
-        """Ids of annotations that pycocotools cannot evaluate."""
-        areas = {a["id"]: a.get("area") for a in self.content["annotations"] if "iscrowd" in a}
-        ids = [a["id"] for a in self.content["annotations"]]
-        return [id_ for id_ in ids if not _are_numbers([areas.get(id_)])]
+    def odd_keypoints(self) -> list[Any]:
+        """Ids of objects whose keypoints are not three numbers for each name."""
+        num = 3 * len(self.keypoint_names)
+        objects = [a for a in self.content["annotations"] if a.get("iscrowd", 0) == 0]
+        kinds = {bool, int, float}
+        points = {a["id"]: a["keypoints"] for a in objects}
+        return [i for i, p in points.items() if len(p) != num or not kinds.issuperset(map(type, p))]
 
 
 def check_coco_file(

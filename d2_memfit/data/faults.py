@@ -76,6 +76,10 @@ _FAULTS = {
         "bad_mask": "{n} masks are not polygons of pairs of numbers, and not run-length codes of "
         f"their image's size. {_STOPS}, or learns from them wrongly",
     },
+    ("evaluated mask", "file"): {
+        "odd_mask": "{n} objects have a first polygon of less than 3 points, or an image whose "
+        "width or height is no integer. Evaluation stops at it: correct or remove them",
+    },
     ("code", "file"): {
         "rle": "INPUT.MASK_FORMAT is polygon, but {n} masks are run-length codes. Set it to bitmask"
     },
@@ -184,14 +188,14 @@ def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> Summary:
     summary = Summary()
     for image in dicts:
         annotations = image.get("annotations", ())
-        num = sum([not a.get("iscrowd", 0) for a in annotations])
+        num = sum([a.get("iscrowd", 0) == 0 for a in annotations])
         summary.num_images += 1
         summary.num_objects += num
         summary.num_images_with_objects += num > 0
         name = image.get("file_name", image.get("image_id"))
         size = image.get("height"), image.get("width")
         for number, annotation in enumerate(annotations):
-            if annotation.get("iscrowd", 0):  # not trained on
+            if annotation.get("iscrowd", 0) != 0:  # not trained on; Detectron2 takes None so, too
                 continue
             category, points = annotation.get("category_id"), annotation.get("keypoints")
             has_class = isinstance(category, Integral) and int(category) >= 0
@@ -262,7 +266,9 @@ def _fault_of_mask(mask: Any, height: Optional[float], width: Optional[float]) -
             return "bad_polygon"
     except (OverflowError, TypeError):  # not lists of numbers, or of one that no float can hold
         return "bad_polygon"
-    return "bad_mask" if any(len(polygon) % 2 for polygon in polygons) else ""
+    if any(len(polygon) % 2 for polygon in polygons):
+        return "bad_mask"
+    return "odd_mask" if len(mask[0]) < 5 or float in (type(height), type(width)) else ""
 
 
 def _is_out_of_reach(polygon: Any) -> bool:

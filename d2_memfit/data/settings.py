@@ -90,13 +90,24 @@ def fit_to_data(
         )
     for file in files:
         check(file.summary, kinds_of(cfg), f"{file.name}, {file.json_file}: ", in_file=True)
-    for file in test:
-        if file.without_area:  # which pycocotools needs, after hours of training
+        if cfg.MODEL.KEYPOINT_ON and file.odd_keypoints:
             raise DataError(
-                f"{file.name} cannot be evaluated: {len(file.without_area)} annotations in "
-                f"{file.json_file} have no area or no iscrowd, the first has the id "
-                f"{file.without_area[0]}. Add them: area is the mask's area, or the box's if there "
-                "is no mask, and iscrowd is 0"
+                f"{file.name}, {file.json_file}: keypoints of {len(file.odd_keypoints)} objects "
+                f"are not three numbers (x, y, visibility) for each of "
+                f"{len(file.keypoint_names)} names. Correct them; the first has the id "
+                f"{file.odd_keypoints[0]}"
+            )
+    fields = ["iscrowd", "num_keypoints"] if cfg.MODEL.KEYPOINT_ON else ["iscrowd"]
+    for file in test:
+        if cfg.MODEL.MASK_ON:
+            where = f"{file.name}, {file.json_file}: "
+            check(file.summary, {"evaluated mask"}, where, in_file=True)
+        if without := file.without(fields):  # which pycocotools needs, after hours of training
+            raise DataError(
+                f"{file.name} cannot be evaluated: {len(without)} annotations in {file.json_file} "
+                f"have no {' or no '.join(['area', *fields])}, the first has the id {without[0]}. "
+                "Add them: area is the mask's area, or the box's if there is no mask, and iscrowd "
+                f"is 0{', and num_keypoints those that are labelled' if fields[1:] else ''}"
             )
     for file in train if cfg.MODEL.KEYPOINT_ON else ():
         settings += _keypoints(cfg, file, given)

@@ -47,8 +47,9 @@ def set_in_first(key, field, value):
         set_in_first("annotations", "bbox", [1, 2, 3, float("nan")]),
         set_in_first("categories", "name", 7),
         lambda coco: coco["categories"].append({"id": "x", "name": "note"}),
+        lambda coco: [a.update(iscrowd=None) for a in coco["annotations"]],
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_a_coco_file_that_cannot_be_trained_on_is_explained(prose, coins, tmp_path, change):
     file = tmp_path / "broken.json"

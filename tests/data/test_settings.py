@@ -120,6 +120,19 @@ def test_a_file_to_evaluate_on_has_what_pycocotools_needs(prose, file_of):
         del coco["annotations"][0]["segmentation"]
 
     train = file_of(name="train")
+
+    def odd(coco):
+        coco["annotations"][0]["segmentation"] = [[1, 2, 3, 4]]
+
+    def floats(coco):
+        for image in coco["images"]:
+            image["width"] = float(image["width"])
+
+    for change in (odd, floats):
+        file = file_of(change)
+        with pytest.raises(DataError, match="no integer"):
+            fit_to_data(load_cfg(MASK), [train], [file], ())
+        fit_to_data(load_cfg(MASK), [file], [train], ())  # Detectron2 drops it, or needs none
     with pytest.raises(DataError, match="area") as area:
         fit_to_data(load_cfg(MASK), [train], [file_of(without_area)], ())
     with pytest.raises(DataError, match="mask") as mask:
@@ -147,6 +160,19 @@ def test_keypoints_are_counted(file_of):
     assert len(found["TEST.KEYPOINT_OKS_SIGMAS"]) == 2
     with pytest.raises(ConfigError, match="NUM_KEYPOINTS 17 does not fit the data"):
         fit_to_data(cfg, [file_of(with_keypoints)], [], {key})
+
+
+@pytest.mark.parametrize("points", [[1, 1, 2] * 3, [1, 1, 2, 9, 9], [None] * 6, [1, 1, 2] * 2])
+def test_keypoints_of_each_object_are_those_of_the_category(prose, file_of, points):
+    def change(coco):
+        coco["categories"][0]["keypoints"] = ["a", "b"]
+        for a in coco["annotations"]:
+            a["keypoints"] = points
+
+    cfg, file = load_cfg("COCO-Keypoints/keypoint_rcnn_R_50_FPN_3x"), file_of(change)
+    with pytest.raises(DataError, match="keypoints") as e:
+        fit_to_data(cfg, [file], [file], ())
+    prose(str(e.value))
 
 
 def test_categories_share_their_keypoints(file_of):
