@@ -202,7 +202,7 @@ def look_at_annotations(dicts: Iterable[Mapping[str, Any]]) -> Summary:
             faults = [
                 _fault_of_box(annotation.get("bbox"), annotation.get("bbox_mode", _XYWH), *size),
                 _fault_of_mask(annotation.get("segmentation"), *size),
-                "no_keypoints" if points is None or not len(points) else "",
+                "" if hasattr(points, "__len__") and len(points) else "no_keypoints",
                 "" if has_class else "bad_class",
             ]
             for fault in filter(None, faults):

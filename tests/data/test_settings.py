@@ -162,7 +162,7 @@ def test_keypoints_are_counted(file_of):
         fit_to_data(cfg, [file_of(with_keypoints)], [], {key})
 
 
-@pytest.mark.parametrize("points", [[1, 1, 2] * 3, [1, 1, 2, 9, 9], [None] * 6, [1, 1, 2] * 2])
+@pytest.mark.parametrize("points", [[1, 1, 2] * 3, [1, 1, 2, 9, 9], [None] * 6, 7, [1, 1, 2] * 2])
 def test_keypoints_of_each_object_are_those_of_the_category(prose, file_of, points):
     def change(coco):
         coco["categories"][0]["keypoints"] = ["a", "b"]
